@@ -1,0 +1,108 @@
+"""Keeping experts evenly used: a selection bias without a loss, balance losses, and the router's z-loss.
+
+T tokens, E experts, K experts per token, S sequences.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from spurline.moe.config import MoEConfig
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from spurline.moe.router import Router
+
+
+def balance_loss(
+    config: MoEConfig, logit_TE: Tensor, score_TE: Tensor, expert_TK: Tensor, num_sequences: int
+) -> Tensor:
+    """The balance and z losses, weighted and summed over tokens: divide by the number of tokens for a mean.
+
+    The balance loss of a batch (or of each sequence) is E * sum over experts of (share of rows) * (mean probability):
+    1 when even, E when one expert takes all. As a sum over tokens it adds up over micro-batches and ranks.
+    """
+    loss = logit_TE.new_zeros(())
+    if config.aux_loss != "none":
+        S = num_sequences if config.aux_loss == "sequence" else 1
+        E = config.num_experts
+        probability_STE = (score_TE / score_TE.sum(-1, keepdim=True)).view(S, score_TE.shape[0] // S, E)
+        expert_SX = expert_TK.view(S, -1)
+        rows_SE = score_TE.new_zeros(S, E).scatter_add_(1, expert_SX, torch.ones_like(expert_SX, dtype=score_TE.dtype))
+        share_SE = rows_SE / max(expert_SX.shape[1], 1)
+        loss = loss + config.aux_loss_weight * E * (share_SE * probability_STE.sum(1)).sum()
+    if config.z_loss_weight:
+        loss = loss + config.z_loss_weight * logit_TE.logsumexp(-1).square().sum()
+    return loss
+
+
+def attach_loss(weight_TK: Tensor, loss: Tensor) -> Tensor:
+    """weight_TK unchanged, with `loss` hung on: whenever its gradient is asked for, the loss's gradient comes along.
+
+    So a layer can have losses of its own and still return one tensor, under recomputation and compile too.
+    """
+    return _AttachLoss.apply(weight_TK, loss)
+
+
+class _AttachLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight_TK: Tensor, loss: Tensor) -> Tensor:
+        ctx.save_for_backward(loss)
+        return weight_TK.view_as(weight_TK)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TK: Tensor) -> tuple[Tensor, Tensor]:
+        (loss,) = ctx.saved_tensors
+        return grad_TK, torch.ones_like(loss)
+
+
+def routers(model: nn.Module) -> dict[str, Router]:
+    """Every router in the model by the name of its MoE layer."""
+    from spurline.moe.router import Router
+
+    return {name.rpartition(".")[0]: m for name, m in model.named_modules() if isinstance(m, Router)}
+
+
+@torch.no_grad()
+def update_expert_bias(model: nn.Module, group: ProcessGroup | None = None) -> dict[str, Tensor]:
+    """Take one balance step in every MoE layer; returns each layer's rows per expert (E,) since the last call.
+
+    The rows are summed over `group` (the ranks that saw different tokens) in one reduction for all layers. A bias moves
+    by its rate towards experts with less than the mean, and the moves of a layer add up to zero.
+    """
+    layers = routers(model)
+    if not layers:
+        return {}
+    counts = torch.cat([router.row_count_E for router in layers.values()])
+    if group is not None:
+        torch.distributed.all_reduce(counts, group=group)
+    sizes = [router.config.num_experts for router in layers.values()]
+    count_by_layer = dict(zip(layers, counts.split(sizes), strict=True))
+    for name, router in layers.items():
+        if rate := router.config.bias_update_rate:
+            count_E = count_by_layer[name].float()
+            move_E = torch.sign(count_E.mean() - count_E)
+            router.expert_bias_E += rate * (move_E - move_E.mean())
+        router.row_count_E.zero_()
+    return count_by_layer
+
+
+def set_token_weight(model: nn.Module, token_weight: float) -> None:
+    """Say what one token weighs in the step's loss, so that balance losses weigh their tokens alike."""
+    for router in routers(model).values():
+        router.token_weight.fill_(token_weight)
+
+
+def take_balance_loss(model: nn.Module) -> Tensor | None:
+    """The balance and z losses of all layers since the last call, summed; None without MoE layers."""
+    layers = routers(model).values()
+    if not layers:
+        return None
+    total = torch.stack([router.balance_loss for router in layers]).sum()
+    for router in layers:
+        router.balance_loss.zero_()
+    return total

@@ -1,0 +1,118 @@
+"""What a mixture-of-experts layer is made of. Free of torch, so that a command line can show it at once."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    dim: int = 0
+    """Model width D. Inside a model config, 0 means the model's own width."""
+    hidden_dim: int = 0
+    """Hidden width F of one expert."""
+    num_experts: int = 8
+    """Routed experts E."""
+    top_k: int = 2
+    """Experts per token K."""
+    num_shared_experts: int = 0
+    """Experts every token visits; they are one SwiGLU of this many times hidden_dim."""
+
+    score_func: Literal["softmax", "sigmoid"] = "softmax"
+    """Turns gate logits into scores."""
+    route_norm: bool = False
+    """Divide a token's K weights by their sum."""
+    route_scale: float = 1.0
+    """Multiply the weights, after route_norm."""
+    score_before_experts: bool = False
+    """Weigh the rows before the experts instead of after them."""
+    num_groups: int = 1
+    """Group-limited routing: experts are split into this many groups (1 = off)."""
+    num_limited_groups: int | None = None
+    """Group-limited routing: how many of the best groups stay eligible for a token."""
+    force_load_balance: bool = False
+    """Debug: token-slot i goes to expert i % E, whatever the gate says."""
+
+    bias_update_rate: float = 0.0
+    """Aux-loss-free balance: step of the selection bias (0 = off; 1e-3 is usual)."""
+    aux_loss: Literal["none", "batch", "sequence"] = "none"
+    """Balance loss over the whole batch, or over each sequence."""
+    aux_loss_weight: float = 1e-2
+    """Weight of the balance loss."""
+    z_loss_weight: float = 0.0
+    """Weight of the squared log-sum-exp of the gate logits (0 = off)."""
+
+    experts_backend: str = "auto"
+    """How the experts multiply: auto, loop, grouped_mm, bmm, or a registered name."""
+    dispatcher: str = "local"
+    """How rows reach their experts: local, or a registered name."""
+
+    def problems(self) -> list[str]:
+        """Everything that is wrong with this config, one sentence each; empty when it is sound."""
+        found: list[str] = []
+
+        def require(ok: bool, message: str) -> None:
+            if not ok:
+                found.append(message)
+
+        for name in ("dim", "hidden_dim", "num_experts", "top_k", "num_groups"):
+            require(getattr(self, name) > 0, f"{name} must be positive, got {getattr(self, name)}")
+        require(self.num_shared_experts >= 0, f"num_shared_experts must not be negative, got {self.num_shared_experts}")
+        for name in ("bias_update_rate", "aux_loss_weight", "z_loss_weight"):
+            require(getattr(self, name) >= 0, f"{name} must not be negative, got {getattr(self, name)}")
+        for name, choices in (("score_func", ("softmax", "sigmoid")), ("aux_loss", ("none", "batch", "sequence"))):
+            require(
+                getattr(self, name) in choices,
+                f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}",
+            )
+        if found:
+            return found
+
+        require(
+            self.top_k <= self.num_experts,
+            f"top_k {self.top_k} is larger than num_experts {self.num_experts}: a token visits an expert once at most",
+        )
+        if self.num_groups > 1:
+            found += self._group_problems()
+        elif self.num_limited_groups is not None:
+            found.append(f"num_limited_groups {self.num_limited_groups} needs num_groups above 1")
+        return found
+
+    def _group_problems(self) -> list[str]:
+        E, groups, limited = self.num_experts, self.num_groups, self.num_limited_groups
+        if E % groups:
+            return [f"num_groups {groups} does not divide num_experts {E}"]
+        size = E // groups
+        if size < 2:
+            return [
+                f"num_groups {groups} leaves {size} expert a group: a group is scored by its two best, so it needs two"
+            ]
+        if limited is None:
+            return [f"num_groups {groups} needs num_limited_groups (how many groups stay eligible, 1 to {groups})"]
+        if not 1 <= limited <= groups:
+            return [f"num_limited_groups {limited} must be between 1 and num_groups {groups}"]
+        if self.top_k > limited * size:
+            return [
+                f"top_k {self.top_k} is larger than the {limited * size} experts that stay eligible"
+                f" ({limited} groups of {size})"
+            ]
+        return []
+
+    def check(self) -> "MoEConfig":
+        """Return self, or raise a ValueError that lists every problem."""
+        if found := self.problems():
+            raise ValueError("MoEConfig: " + "; ".join(found))
+        return self
+
+    @property
+    def shared_hidden_dim(self) -> int:
+        return self.num_shared_experts * self.hidden_dim
+
+    def num_params(self) -> int:
+        return self._shared_and_gate_params() + self.num_experts * 3 * self.dim * self.hidden_dim
+
+    def num_active_params(self) -> int:
+        """Parameters that one token meets."""
+        return self._shared_and_gate_params() + self.top_k * 3 * self.dim * self.hidden_dim
+
+    def _shared_and_gate_params(self) -> int:
+        return self.num_experts * self.dim + 3 * self.dim * self.shared_hidden_dim

@@ -1,0 +1,134 @@
+"""The experts: E SwiGLU networks over rows that lie sorted by expert.
+
+R rows, D width, F hidden width, e experts on this rank. A backend is one function from rows, weights and row counts to
+rows; `auto` picks for the device at hand.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from spurline.moe.config import MoEConfig
+from spurline.moe.ops.grouped import grouped_matmul
+from spurline.moe.packed import PackedWeights
+from spurline.moe.telemetry import count
+
+RowCounts = Tensor | list[int]
+Backend = Callable[[Tensor, Tensor, Tensor, Tensor, RowCounts], Tensor]
+
+
+def loop_experts(rows_RD: Tensor, w1_eFD: Tensor, w3_eFD: Tensor, w2_eDF: Tensor, rows_per_expert: RowCounts) -> Tensor:
+    """One matmul per expert, inside a registered op: any dtype, any size, any counts."""
+    count("experts.loop")
+    return _grouped_swiglu(rows_RD, w1_eFD, w3_eFD, w2_eDF, rows_per_expert, kernel="loop")
+
+
+def grouped_mm_experts(
+    rows_RD: Tensor, w1_eFD: Tensor, w3_eFD: Tensor, w2_eDF: Tensor, rows_per_expert: RowCounts
+) -> Tensor:
+    """PyTorch's grouped matmul: fp32, bf16 and fp16, with widths whose rows are multiples of 16 bytes."""
+    count("experts.grouped_mm")
+    _, F_, D = w1_eFD.shape
+    if not grouped_mm_takes(rows_RD.dtype, D, F_):
+        raise ValueError(
+            f"experts_backend 'grouped_mm' takes float32, bfloat16 and float16 with dim and hidden_dim that fill"
+            f" multiples of 16 bytes, not {rows_RD.dtype} with dim {D} and hidden_dim {F_}: choose 'loop' or 'auto'"
+        )
+    return _grouped_swiglu(rows_RD, w1_eFD, w3_eFD, w2_eDF, rows_per_expert, kernel="grouped_mm")
+
+
+def bmm_experts(rows_RD: Tensor, w1_eFD: Tensor, w3_eFD: Tensor, w2_eDF: Tensor, rows_per_expert: RowCounts) -> Tensor:
+    """Batched matmuls, for experts that all have the same number of rows."""
+    count("experts.bmm")
+    num_rows = equal_count(rows_per_expert)
+    if num_rows is None:
+        raise ValueError(
+            "experts_backend 'bmm' needs the same number of rows for every expert, known on the host"
+            " (as with force_load_balance): choose 'loop' or 'auto'"
+        )
+    rows_ecD = rows_RD.reshape(len(rows_per_expert), num_rows, rows_RD.shape[1])
+    hidden_ecF = F.silu(rows_ecD @ w1_eFD.transpose(-2, -1)) * (rows_ecD @ w3_eFD.transpose(-2, -1))
+    return (hidden_ecF @ w2_eDF.transpose(-2, -1)).flatten(0, 1)
+
+
+def _grouped_swiglu(
+    rows_RD: Tensor, w1_eFD: Tensor, w3_eFD: Tensor, w2_eDF: Tensor, rows_per_expert: RowCounts, kernel: str
+) -> Tensor:
+    count_e = rows_per_expert
+    if isinstance(count_e, list):
+        # Offsets are read on the device by PyTorch's kernel, on the host by the loop.
+        count_e = torch.tensor(count_e, device=rows_RD.device if kernel == "grouped_mm" else "cpu")
+    hidden_RF = F.silu(grouped_matmul(rows_RD, w1_eFD, count_e, kernel)) * grouped_matmul(
+        rows_RD, w3_eFD, count_e, kernel
+    )
+    return grouped_matmul(hidden_RF, w2_eDF, count_e, kernel)
+
+
+def grouped_mm_takes(dtype: torch.dtype, *widths: int) -> bool:
+    return dtype in (torch.float32, torch.bfloat16, torch.float16) and all(w * dtype.itemsize % 16 == 0 for w in widths)
+
+
+def equal_count(rows_per_expert: RowCounts) -> int | None:
+    """The number of rows every expert has, if it is one number and known without asking a device."""
+    if isinstance(rows_per_expert, Tensor):
+        if rows_per_expert.device.type != "cpu" or torch.compiler.is_compiling():
+            return None
+        rows_per_expert = rows_per_expert.tolist()
+    return rows_per_expert[0] if len(set(rows_per_expert)) == 1 else None
+
+
+_BACKENDS: dict[str, Backend] = {"loop": loop_experts, "grouped_mm": grouped_mm_experts, "bmm": bmm_experts}
+
+
+def register_experts_backend(name: str, backend: Backend) -> None:
+    """Make a backend of your own known as MoEConfig.experts_backend = name."""
+    _BACKENDS[name] = backend
+
+
+class Experts(nn.Module):
+    def __init__(self, config: MoEConfig, init_std: float = 0.02, output_std: float | None = None) -> None:
+        super().__init__()
+        E, F_, D = config.num_experts, config.hidden_dim, config.dim
+        if config.experts_backend not in ("auto", *_BACKENDS):
+            known = ", ".join(["auto", *sorted(_BACKENDS)])
+            raise ValueError(f"experts_backend {config.experts_backend!r} is not known; there are: {known}")
+        self.backend = config.experts_backend
+        self.std = {"w1_EFD": init_std, "w3_EFD": init_std, "w2_EDF": output_std or init_std}
+        self.w1_EFD = nn.Parameter(torch.empty(E, F_, D))
+        self.w3_EFD = nn.Parameter(torch.empty(E, F_, D))
+        self.w2_EDF = nn.Parameter(torch.empty(E, D, F_))
+        self.packed = PackedWeights()
+
+    def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator | None) -> None:
+        std = self.std[name]
+        nn.init.trunc_normal_(tensor, std=std, a=-3 * std, b=3 * std, generator=generator)
+
+    def train(self, mode: bool = True) -> "Experts":
+        if mode:
+            self.packed.clear()
+        return super().train(mode)
+
+    def forward(self, rows_RD: Tensor, rows_per_expert: RowCounts) -> Tensor:
+        """(R, D), sorted by expert, and the rows of each -> (R, D)."""
+        weights = (self.w1_EFD, self.w3_EFD, self.w2_EDF)
+        if torch.is_grad_enabled():
+            self.packed.clear()
+        elif self.backend in ("auto", "bmm") and not torch.compiler.is_compiling():
+            num_rows = equal_count(rows_per_expert)
+            if num_rows and self.packed.can_hold(*weights):
+                count("experts.packed")
+                return self.packed.swiglu(rows_RD, num_rows, *weights)
+        w1, w3, w2 = (w.to(rows_RD.dtype) for w in weights)
+        backend = _BACKENDS[self.backend] if self.backend != "auto" else choose_backend(rows_RD, rows_per_expert)
+        return backend(rows_RD, w1, w3, w2, rows_per_expert)
+
+
+def choose_backend(rows_RD: Tensor, rows_per_expert: RowCounts) -> Backend:
+    """What is fastest here: on a CPU the loop (it allocates least), on a device no loop that would wait for counts."""
+    if rows_RD.device.type == "cpu":
+        return loop_experts
+    if equal_count(rows_per_expert) is not None:
+        return bmm_experts
+    return grouped_mm_experts if grouped_mm_takes(rows_RD.dtype, rows_RD.shape[1]) else loop_experts

@@ -1,0 +1,78 @@
+"""The mixture-of-experts layer: route, plan, dispatch, experts, combine."""
+
+from itertools import chain
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import spurline.moe.dispatch.local  # noqa: F401  (registers the local dispatcher)
+from spurline.moe.config import MoEConfig
+from spurline.moe.dispatch.plan import make_dispatcher
+from spurline.moe.experts import Experts
+from spurline.moe.router import Router
+
+
+class SharedExperts(nn.Module):
+    """The experts every token visits: one SwiGLU as wide as all of them together."""
+
+    def __init__(self, config: MoEConfig, init_std: float = 0.02, output_std: float | None = None) -> None:
+        super().__init__()
+        F_, D = config.shared_hidden_dim, config.dim
+        self.std = {"w1_FD": init_std, "w3_FD": init_std, "w2_DF": output_std or init_std}
+        self.w1_FD = nn.Parameter(torch.empty(F_, D))
+        self.w3_FD = nn.Parameter(torch.empty(F_, D))
+        self.w2_DF = nn.Parameter(torch.empty(D, F_))
+
+    def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator | None) -> None:
+        std = self.std[name]
+        nn.init.trunc_normal_(tensor, std=std, a=-3 * std, b=3 * std, generator=generator)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        w1_FD, w3_FD, w2_DF = (w.to(x_TD.dtype) for w in (self.w1_FD, self.w3_FD, self.w2_DF))
+        return F.linear(F.silu(F.linear(x_TD, w1_FD)) * F.linear(x_TD, w3_FD), w2_DF)
+
+
+class MoE(nn.Module):
+    """A mixture-of-experts feed-forward layer, (..., D) -> (..., D).
+
+    >>> moe = MoE(MoEConfig(dim=512, hidden_dim=256, num_experts=16, top_k=2))
+    >>> y = moe(x)
+
+    A 3-D input is read as (B, L, D): the sequence-level balance loss is taken over each of the B rows. Balance losses
+    reach the gradients by themselves; `spurline.moe.update_expert_bias(model)` after each optimizer step moves the
+    selection bias and returns the rows each expert got.
+    """
+
+    def __init__(self, config: MoEConfig, init_std: float = 0.02, output_std: float | None = None) -> None:
+        super().__init__()
+        self.config = config.check()
+        self.router = Router(config, init_std)
+        self.experts = Experts(config, init_std, output_std)
+        self.shared_experts = SharedExperts(config, init_std, output_std) if config.num_shared_experts else None
+        self.dispatcher = make_dispatcher(config)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Fill the weights anew from torch's default generator."""
+        for module in self.children():
+            for name, parameter in module.named_parameters(recurse=False):
+                if not parameter.is_meta:
+                    module.init_parameter(name, parameter, None)  # type: ignore[operator]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., D) -> (..., D)."""
+        num_sequences = x.shape[:-2].numel()
+        x_TD = x.reshape(-1, x.shape[-1])
+        routing = self.router(x_TD, num_sequences)
+        plan = self.dispatcher.plan(routing)
+        rows_RD = plan.dispatch(x_TD)
+        rows_RD = self.experts(rows_RD, plan.rows_per_expert)
+        if self.shared_experts is None:
+            y_TD = plan.combine(rows_RD)
+        else:
+            # What the shared experts return may be built on: unless it is the input, or a weight, in another guise.
+            keep = chain([x_TD], self.shared_experts.parameters(), self.shared_experts.buffers())
+            y_TD = plan.combine(rows_RD, onto_TD=self.shared_experts(x_TD), keep=keep)
+        return y_TD.view(x.shape)

@@ -1,0 +1,92 @@
+"""Gather rows of tokens, and its mirror: add rows back onto tokens in a fixed order.
+
+T tokens, R rows, D width. `token_R` says which token a row belongs to. The gradient of one op is the other, so both are
+deterministic in both directions, and both can be differentiated any number of times.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+@torch.library.custom_op("spurline::gather_rows", mutates_args=())
+def gather_rows(x_TD: Tensor, token_R: Tensor) -> Tensor:
+    """(T, D) and (R,) -> (R, D): row r is token token_R[r]."""
+    return x_TD.index_select(0, token_R)
+
+
+@torch.library.custom_op("spurline::scatter_add_rows", mutates_args=())
+def scatter_add_rows(rows_RD: Tensor, token_R: Tensor, num_tokens: int, base_TD: Tensor | None = None) -> Tensor:
+    """(R, D) -> (T, D): the sum of each token's rows in the order of the rows, on top of base_TD if there is one."""
+    out_TD = rows_RD.new_zeros(num_tokens, rows_RD.shape[1]) if base_TD is None else base_TD.clone()
+    _add_in_row_order(out_TD, token_R, rows_RD)
+    return out_TD
+
+
+@torch.library.custom_op("spurline::scatter_add_rows_", mutates_args={"base_TD"})
+def scatter_add_rows_(base_TD: Tensor, token_R: Tensor, rows_RD: Tensor) -> None:
+    """Add each token's rows onto base_TD (T, D) in place; forward only."""
+    _add_in_row_order(base_TD, token_R, rows_RD)
+
+
+def _add_in_row_order(out_TD: Tensor, token_R: Tensor, rows_RD: Tensor) -> None:
+    # index_add_ on a CPU walks the rows one after the other; elsewhere only the deterministic algorithms do.
+    with _deterministic(out_TD.device.type != "cpu"):
+        out_TD.index_add_(0, token_R, rows_RD)
+
+
+@contextmanager
+def _deterministic(needed: bool) -> Iterator[None]:
+    """Run with deterministic algorithms, and leave the global flags as they were, also after an error."""
+    if not needed:
+        yield
+        return
+    mode = torch.get_deterministic_debug_mode()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(mode)
+
+
+@gather_rows.register_fake
+def _(x_TD: Tensor, token_R: Tensor) -> Tensor:
+    return x_TD.new_empty(token_R.shape[0], x_TD.shape[1])
+
+
+@scatter_add_rows.register_fake
+def _(rows_RD: Tensor, token_R: Tensor, num_tokens: int, base_TD: Tensor | None = None) -> Tensor:
+    return rows_RD.new_empty(num_tokens, rows_RD.shape[1])
+
+
+@scatter_add_rows_.register_fake
+def _(base_TD: Tensor, token_R: Tensor, rows_RD: Tensor) -> None:
+    return None
+
+
+def _save_for_gather(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    x_TD, token_R = inputs
+    ctx.save_for_backward(token_R)
+    ctx.num_tokens = x_TD.shape[0]
+
+
+def _gather_backward(ctx, grad_RD):  # type: ignore[no-untyped-def]
+    (token_R,) = ctx.saved_tensors
+    return scatter_add_rows(grad_RD, token_R, ctx.num_tokens), None
+
+
+def _save_for_scatter(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    _, token_R, _, base_TD = inputs
+    ctx.save_for_backward(token_R)
+    ctx.has_base = base_TD is not None
+
+
+def _scatter_backward(ctx, grad_TD):  # type: ignore[no-untyped-def]
+    (token_R,) = ctx.saved_tensors
+    return gather_rows(grad_TD, token_R), None, None, grad_TD if ctx.has_base else None
+
+
+gather_rows.register_autograd(_gather_backward, setup_context=_save_for_gather)
+scatter_add_rows.register_autograd(_scatter_backward, setup_context=_save_for_scatter)

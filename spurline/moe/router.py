@@ -1,0 +1,143 @@
+"""The router: which experts each token visits, and with what weight.
+
+T tokens, D width, E experts, K experts per token, G groups of experts.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from spurline.moe.balance import attach_loss, balance_loss
+from spurline.moe.config import MoEConfig
+from spurline.moe.ops.record import record
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Where every token goes: made once by the router, used by dispatch, experts and statistics alike."""
+
+    expert_TK: Tensor
+    weight_TK: Tensor
+    count_E: Tensor
+    host_count_E: list[int] | None = None
+    """count_E as host integers, where they are known without asking the device."""
+
+
+class Router(nn.Module):
+    """Scores experts in fp32, picks K of them for each token and keeps the balance between them."""
+
+    gate_ED: nn.Parameter
+    expert_bias_E: Tensor
+    row_count_E: Tensor
+    balance_loss: Tensor
+    token_weight: Tensor
+
+    def __init__(self, config: MoEConfig, init_std: float = 0.02) -> None:
+        super().__init__()
+        self.config = config
+        self.init_std = init_std
+        self.gate_ED = nn.Parameter(torch.empty(config.num_experts, config.dim))
+        self.register_buffer("expert_bias_E", torch.empty(config.num_experts, dtype=torch.float32))
+        for name, shape, dtype in (
+            ("row_count_E", config.num_experts, torch.int64),  # rows since the last balance update
+            ("balance_loss", (), torch.float32),  # balance and z losses since then
+            (
+                "token_weight",
+                (),
+                torch.float32,
+            ),  # what one token weighs in the step's loss; 0: one over the call's tokens
+        ):
+            self.register_buffer(name, torch.empty(shape, dtype=dtype), persistent=False)
+        self.init_buffers()
+
+    def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator | None) -> None:
+        nn.init.trunc_normal_(tensor, std=self.init_std, a=-3 * self.init_std, b=3 * self.init_std, generator=generator)
+
+    def init_buffers(self) -> None:
+        for buffer in self.buffers(recurse=False):
+            buffer.zero_()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        # The buffers are accumulators: `.bfloat16()` on the model must not round them.
+        before = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        super()._apply(fn, recurse)
+        for name, buffer in before.items():
+            if self._buffers[name].dtype != buffer.dtype:  # type: ignore[union-attr]
+                self._buffers[name] = buffer.to(self._buffers[name].device)  # type: ignore[union-attr]
+        return self
+
+    def forward(self, x_TD: Tensor, num_sequences: int = 1) -> Routing:
+        """(T, D) -> Routing; the tokens are num_sequences sequences of equal length, one after the other."""
+        config = self.config
+        # At least fp32: a model in fp64 keeps its precision.
+        dtype = torch.promote_types(x_TD.dtype, torch.float32)
+        logit_TE = F.linear(x_TD.to(dtype), self.gate_ED.to(dtype))
+        score_TE = logit_TE.softmax(-1) if config.score_func == "softmax" else logit_TE.sigmoid()
+
+        host_count_E = None
+        if config.force_load_balance:
+            expert_TK, count_E, host_count_E = self._forced_balance(x_TD)
+        else:
+            expert_TK = self._choose(score_TE.detach())
+            count_E = count_rows(expert_TK, config.num_experts)
+
+        weight_TK = score_TE.gather(1, expert_TK)
+        if config.route_norm:
+            weight_TK = weight_TK / (weight_TK.sum(-1, keepdim=True) + 1e-20)
+        weight_TK = weight_TK * config.route_scale
+
+        if self.training and torch.is_grad_enabled():
+            record(self.row_count_E, count_E)
+            weight_TK = self._with_balance_loss(weight_TK, logit_TE, score_TE, expert_TK, num_sequences)
+        return Routing(expert_TK, weight_TK, count_E, host_count_E)
+
+    def _choose(self, score_TE: Tensor) -> Tensor:
+        """The K best experts of each token by biased score, lower id first among equals."""
+        biased_TE = score_TE + self.expert_bias_E
+        if self.config.num_groups > 1:
+            biased_TE = self._only_best_groups(biased_TE)
+        # A stable sort, because topk leaves open which of two equals it takes.
+        order_TE = torch.sort(biased_TE, dim=-1, descending=True, stable=True).indices
+        return order_TE[:, : self.config.top_k].contiguous()
+
+    def _only_best_groups(self, biased_TE: Tensor) -> Tensor:
+        T, E = biased_TE.shape
+        G = self.config.num_groups
+        biased_TGe = biased_TE.view(T, G, E // G)
+        group_score_TG = biased_TGe.topk(2, dim=-1).values.sum(-1)
+        best_TG = torch.sort(group_score_TG, dim=-1, descending=True, stable=True).indices
+        closed_TG = torch.ones_like(group_score_TG, dtype=torch.bool)
+        closed_TG = closed_TG.scatter(1, best_TG[:, : self.config.num_limited_groups], False)
+        return biased_TGe.masked_fill(closed_TG.unsqueeze(-1), -torch.inf).view(T, E)
+
+    def _forced_balance(self, x_TD: Tensor) -> tuple[Tensor, Tensor, list[int] | None]:
+        """Token-slot i goes to expert i % E, so the first T*K % E experts get one row more than the others."""
+        E, K = self.config.num_experts, self.config.top_k
+        num_rows = x_TD.shape[0] * K
+        expert_TK = (torch.arange(num_rows, device=x_TD.device) % E).view(-1, K)
+        count_E = (num_rows + E - 1 - torch.arange(E, device=x_TD.device)) // E
+        # Traced, a list of E symbols would be worth less than the tensor.
+        known = None if torch.compiler.is_compiling() else [(num_rows + E - 1 - e) // E for e in range(E)]
+        return expert_TK, count_E, known
+
+    def _with_balance_loss(
+        self, weight_TK: Tensor, logit_TE: Tensor, score_TE: Tensor, expert_TK: Tensor, num_sequences: int
+    ) -> Tensor:
+        config = self.config
+        if config.aux_loss == "none" and not config.z_loss_weight:
+            return weight_TK
+        mean_weight = 1 / max(weight_TK.shape[0], 1)
+        loss = balance_loss(config, logit_TE, score_TE, expert_TK, num_sequences)
+        loss = loss * torch.where(self.token_weight > 0, self.token_weight.to(loss.dtype), mean_weight)
+        record(self.balance_loss, loss.detach().float())
+        return attach_loss(weight_TK, loss)
+
+
+def count_rows(expert_TK: Tensor, num_experts: int) -> Tensor:
+    """(T, K) -> (E,): how many token-slots chose each expert."""
+    expert_S = expert_TK.flatten()
+    return expert_S.new_zeros(num_experts).scatter_add_(0, expert_S, torch.ones_like(expert_S))

@@ -1,0 +1,146 @@
+"""Every backend and every routing option against the reference, forward and in every gradient."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spurline import MoE, MoEConfig
+from spurline.testing.equivalence import errors_between, layer_results, reference_results
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
+
+
+def assert_equals_reference(moe: MoE, x: torch.Tensor) -> None:
+    if x.dtype != torch.bfloat16:
+        errors = errors_between(layer_results(moe, x), reference_results(moe, x))
+        assert max(errors.values()) < TOLERANCE[x.dtype], errors
+        return
+    # bf16 is judged by fp32 arithmetic on the same values. Where a result is a small difference of large numbers,
+    # no bf16 arithmetic stays within a hundredth; there, the layer may err as much as the reference in bf16 does.
+    exact = reference_results(moe, x, torch.float32)
+    errors = errors_between(layer_results(moe, x), exact)
+    unavoidable = errors_between(reference_results(moe, x), exact)
+    for name, error in errors.items():
+        assert error < max(TOLERANCE[x.dtype], 1.5 * unavoidable[name]), (name, errors, unavoidable)
+
+
+def make(config: MoEConfig, dtype: torch.dtype, seed: int) -> MoE:
+    torch.manual_seed(seed)
+    moe = MoE(config, init_std=0.4).to(dtype)
+    moe.router.expert_bias_E.uniform_(-0.2, 0.2)
+    return moe
+
+
+@st.composite
+def layers(draw: st.DrawFn) -> tuple[MoEConfig, tuple[int, ...]]:
+    num_groups = draw(st.sampled_from([1, 1, 2, 3]))
+    num_experts = num_groups * draw(st.integers(2, 4)) if num_groups > 1 else draw(st.integers(1, 9))
+    num_limited_groups = draw(st.integers(1, num_groups)) if num_groups > 1 else None
+    eligible = num_experts if num_limited_groups is None else num_limited_groups * (num_experts // num_groups)
+    config = MoEConfig(
+        dim=draw(st.integers(1, 19)),
+        hidden_dim=draw(st.integers(1, 17)),
+        num_experts=num_experts,
+        top_k=draw(st.integers(1, eligible)),
+        num_shared_experts=draw(st.integers(0, 2)),
+        score_func=draw(st.sampled_from(["softmax", "sigmoid"])),
+        route_norm=draw(st.booleans()),
+        route_scale=draw(st.sampled_from([1.0, 2.5])),
+        score_before_experts=draw(st.booleans()),
+        num_groups=num_groups,
+        num_limited_groups=num_limited_groups,
+        force_load_balance=draw(st.booleans()),
+        aux_loss=draw(st.sampled_from(["none", "batch", "sequence"])),
+        z_loss_weight=draw(st.sampled_from([0.0, 1e-2])),
+        experts_backend="loop",
+    )
+    return config, (draw(st.integers(1, 3)), draw(st.sampled_from([0, 1, 2, 5, 11])), config.dim)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(layers(), st.sampled_from([torch.float32, torch.float64]), st.integers(0, 99))
+def test_any_layer_equals_the_reference(
+    layer: tuple[MoEConfig, tuple[int, ...]], dtype: torch.dtype, seed: int
+) -> None:
+    config, shape = layer
+    moe = make(config, dtype, seed)
+    assert_equals_reference(moe, torch.randn(shape, dtype=dtype))
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    st.sampled_from([8, 16, 24]),
+    st.sampled_from([8, 32]),
+    st.integers(2, 6),
+    st.integers(0, 17),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.booleans(),
+    st.integers(0, 99),
+)
+def test_grouped_mm_equals_the_reference(
+    dim: int, hidden_dim: int, num_experts: int, num_tokens: int, dtype: torch.dtype, before: bool, seed: int
+) -> None:
+    config = MoEConfig(dim, hidden_dim, num_experts, top_k=2, score_before_experts=before, experts_backend="grouped_mm")
+    moe = make(config, dtype, seed)
+    assert_equals_reference(moe, torch.randn(num_tokens, dim, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize(("tokens", "num_experts", "top_k"), [(12, 4, 2), (1, 3, 3), (0, 4, 2)])
+def test_bmm_equals_the_reference(dtype: torch.dtype, before: bool, tokens: int, num_experts: int, top_k: int) -> None:
+    config = MoEConfig(
+        9, 7, num_experts, top_k, score_before_experts=before, experts_backend="bmm", force_load_balance=True
+    )
+    assert_equals_reference(make(config, dtype, 0), torch.randn(tokens, 9, dtype=dtype))
+
+
+@pytest.mark.parametrize("backend", ["loop", "grouped_mm"])
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("score_func", ["softmax", "sigmoid"])
+def test_bf16_stays_within_a_hundredth(backend: str, before: bool, score_func: str) -> None:
+    config = MoEConfig(
+        dim=32, hidden_dim=48, num_experts=6, top_k=3, num_shared_experts=1, score_func=score_func,
+        score_before_experts=before, experts_backend=backend,
+    )  # fmt: skip
+    assert_equals_reference(make(config, torch.bfloat16, 3), torch.randn(4, 10, 32, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("backend", ["loop", "grouped_mm"])
+def test_all_tokens_on_one_expert(backend: str) -> None:
+    moe = make(MoEConfig(8, 16, num_experts=4, top_k=1, experts_backend=backend), torch.float32, 0)
+    moe.router.expert_bias_E.copy_(torch.tensor([0.0, 0.0, 9.0, 0.0]))
+    x = torch.randn(13, 8)
+    assert moe.router(x).count_E.tolist() == [0, 0, 13, 0]
+    assert_equals_reference(moe, x)
+
+
+def test_inputs_that_are_not_contiguous() -> None:
+    moe = make(MoEConfig(6, 10, num_experts=3, top_k=2, num_shared_experts=1), torch.float32, 0)
+    assert_equals_reference(moe, torch.randn(6, 5, 4).transpose(0, 2))
+    assert_equals_reference(moe, torch.randn(9, 12)[::2, ::2])
+
+
+def test_weights_that_are_not_contiguous() -> None:
+    for backend in ("loop", "grouped_mm"):
+        moe = make(MoEConfig(8, 16, num_experts=3, top_k=2, experts_backend=backend), torch.float32, 0)
+        for name in ("w1_EFD", "w3_EFD", "w2_EDF"):
+            weight = getattr(moe.experts, name).detach()
+            setattr(moe.experts, name, torch.nn.Parameter(weight.transpose(0, 2).contiguous().transpose(0, 2)))
+        assert_equals_reference(moe, torch.randn(7, 8))
+
+
+def test_parameters_in_fp32_with_bf16_activations() -> None:
+    moe = make(MoEConfig(16, 24, num_experts=4, top_k=2, num_shared_experts=1), torch.float32, 0)
+    with torch.no_grad():
+        for p in moe.parameters():
+            p.copy_(p.bfloat16())
+    assert_equals_reference(moe, torch.randn(30, 16).bfloat16())
+
+
+def test_gradients_of_gradients() -> None:
+    moe = make(MoEConfig(4, 6, num_experts=3, top_k=2, num_shared_experts=1), torch.float64, 1)
+    x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(moe, (x,))
+    assert torch.autograd.gradgradcheck(moe, (x,))
