@@ -8,12 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from spurline.moe import MoE, MoEConfig, Routing
+    from spurline.parallel.expert import parallelize_moe
 
 __version__ = "0.1.0"
-__all__ = ["MoE", "MoEConfig", "Routing", "__version__"]
+__all__ = ["MoE", "MoEConfig", "Routing", "__version__", "parallelize_moe"]
+
+_HOME = {
+    "MoE": "spurline.moe",
+    "MoEConfig": "spurline.moe",
+    "Routing": "spurline.moe",
+    "parallelize_moe": "spurline.parallel.expert",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__:
-        return getattr(import_module("spurline.moe"), name)
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
     raise AttributeError(f"module 'spurline' has no attribute {name!r}")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from spurline.moe.config import MoEConfig
+from spurline.parallel.collectives import all_reduce_counts
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -18,9 +19,17 @@ if TYPE_CHECKING:
     from spurline.moe.router import Router
 
 
-def balance_loss(
-    config: MoEConfig, logit_TE: Tensor, score_TE: Tensor, expert_TK: Tensor, num_sequences: int
+def count_rows_by_sequence(
+    config: MoEConfig, expert_TK: Tensor, num_sequences: int, group: ProcessGroup | None
 ) -> Tensor:
+    """(T, K) -> (S, E): each expert's rows in each sequence, or (1, E) in the whole batch, over all ranks of group."""
+    S = num_sequences if config.aux_loss == "sequence" else 1
+    expert_SX = expert_TK.view(S, expert_TK.numel() // max(S, 1))
+    rows_SE = expert_SX.new_zeros(S, config.num_experts).scatter_add_(1, expert_SX, torch.ones_like(expert_SX))
+    return rows_SE if group is None else all_reduce_counts(rows_SE, group)
+
+
+def balance_loss(config: MoEConfig, logit_TE: Tensor, score_TE: Tensor, rows_SE: Tensor) -> Tensor:
     """The balance and z losses, weighted and summed over tokens: divide by the number of tokens for a mean.
 
     The balance loss of a batch (or of each sequence) is E * sum over experts of (share of rows) * (mean probability):
@@ -28,12 +37,9 @@ def balance_loss(
     """
     loss = logit_TE.new_zeros(())
     if config.aux_loss != "none":
-        S = num_sequences if config.aux_loss == "sequence" else 1
-        E = config.num_experts
-        probability_STE = (score_TE / score_TE.sum(-1, keepdim=True)).view(S, score_TE.shape[0] // S, E)
-        expert_SX = expert_TK.view(S, -1)
-        rows_SE = score_TE.new_zeros(S, E).scatter_add_(1, expert_SX, torch.ones_like(expert_SX, dtype=score_TE.dtype))
-        share_SE = rows_SE / max(expert_SX.shape[1], 1)
+        S, E = rows_SE.shape
+        probability_STE = (score_TE / score_TE.sum(-1, keepdim=True)).view(S, score_TE.shape[0] // max(S, 1), E)
+        share_SE = rows_SE / rows_SE.sum(1, keepdim=True).clamp_min(1).to(score_TE.dtype)
         loss = loss + config.aux_loss_weight * E * (share_SE * probability_STE.sum(1)).sum()
     if config.z_loss_weight:
         loss = loss + config.z_loss_weight * logit_TE.logsumexp(-1).square().sum()

@@ -3,6 +3,12 @@
 from dataclasses import dataclass
 from typing import Literal
 
+_CHOICES = {
+    "score_func": ("softmax", "sigmoid"),
+    "aux_loss": ("none", "batch", "sequence"),
+    "equal_split": ("off", "adaptive", "forced"),
+}
+
 
 @dataclass(frozen=True)
 class MoEConfig:
@@ -46,6 +52,13 @@ class MoEConfig:
     dispatcher: str = "local"
     """How rows reach their experts: local, or a registered name."""
 
+    equal_split: Literal["off", "adaptive", "forced"] = "off"
+    """Across ranks: pad what each pair exchanges to the same size, never, where it costs little, or always."""
+    equal_split_threshold: float = 0.10
+    """Adaptive equal split: how many rows of padding a row may cost."""
+    check_exchange: bool = False
+    """Across ranks: check that each row that was sent arrives, unchanged and in its place."""
+
     def problems(self) -> list[str]:
         """Everything that is wrong with this config, one sentence each; empty when it is sound."""
         found: list[str] = []
@@ -57,13 +70,11 @@ class MoEConfig:
         for name in ("dim", "hidden_dim", "num_experts", "top_k", "num_groups"):
             require(getattr(self, name) > 0, f"{name} must be positive, got {getattr(self, name)}")
         require(self.num_shared_experts >= 0, f"num_shared_experts must not be negative, got {self.num_shared_experts}")
-        for name in ("bias_update_rate", "aux_loss_weight", "z_loss_weight"):
+        for name in ("bias_update_rate", "aux_loss_weight", "z_loss_weight", "equal_split_threshold"):
             require(getattr(self, name) >= 0, f"{name} must not be negative, got {getattr(self, name)}")
-        for name, choices in (("score_func", ("softmax", "sigmoid")), ("aux_loss", ("none", "batch", "sequence"))):
-            require(
-                getattr(self, name) in choices,
-                f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}",
-            )
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            require(value in choices, f"{name} must be one of {', '.join(choices)}, got {value!r}")
         if found:
             return found
 

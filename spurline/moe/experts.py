@@ -14,6 +14,7 @@ from spurline.moe.config import MoEConfig
 from spurline.moe.ops.grouped import grouped_matmul
 from spurline.moe.packed import PackedWeights
 from spurline.moe.telemetry import count
+from spurline.parallel.local import local
 
 RowCounts = Tensor | list[int]
 Backend = Callable[[Tensor, Tensor, Tensor, Tensor, RowCounts], Tensor]
@@ -112,7 +113,7 @@ class Experts(nn.Module):
 
     def forward(self, rows_RD: Tensor, rows_per_expert: RowCounts) -> Tensor:
         """(R, D), sorted by expert, and the rows of each -> (R, D)."""
-        weights = (self.w1_EFD, self.w3_EFD, self.w2_EDF)
+        weights = [local(w) for w in (self.w1_EFD, self.w3_EFD, self.w2_EDF)]
         if torch.is_grad_enabled():
             self.packed.clear()
         elif self.backend in ("auto", "bmm") and not torch.compiler.is_compiling():

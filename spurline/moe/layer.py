@@ -11,6 +11,7 @@ from spurline.moe.config import MoEConfig
 from spurline.moe.dispatch.plan import make_dispatcher
 from spurline.moe.experts import Experts
 from spurline.moe.router import Router
+from spurline.parallel.sequence_parallel import SequenceParallel
 
 
 class SharedExperts(nn.Module):
@@ -51,6 +52,7 @@ class MoE(nn.Module):
         self.experts = Experts(config, init_std, output_std)
         self.shared_experts = SharedExperts(config, init_std, output_std) if config.num_shared_experts else None
         self.dispatcher = make_dispatcher(config)
+        self.sequence: SequenceParallel | None = None  # ranks that share the positions of every sequence
         self.reset_parameters()
 
     @torch.no_grad()
@@ -63,10 +65,17 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., D) -> (..., D)."""
+        if self.sequence is None:
+            return self._forward(x)
+        x_BLD = x.view(x.shape[:-2].numel(), *x.shape[-2:])
+        y_BlD = self._forward(self.sequence.split(x_BLD), self.sequence.tokens_per_rank(x_BLD))
+        return self.sequence.join(y_BlD, x_BLD.shape[1]).view(x.shape)
+
+    def _forward(self, x: Tensor, num_tokens_P: list[int] | None = None) -> Tensor:
         num_sequences = x.shape[:-2].numel()
         x_TD = x.reshape(-1, x.shape[-1])
         routing = self.router(x_TD, num_sequences)
-        plan = self.dispatcher.plan(routing)
+        plan = self.dispatcher.plan(routing, num_tokens_P)
         rows_RD = plan.dispatch(x_TD)
         rows_RD = self.experts(rows_RD, plan.rows_per_expert)
         if self.shared_experts is None:

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
-from spurline.moe.balance import attach_loss, balance_loss
+from spurline.moe.balance import attach_loss, balance_loss, count_rows_by_sequence
 from spurline.moe.config import MoEConfig
 from spurline.moe.ops.record import record
 
@@ -40,6 +41,7 @@ class Router(nn.Module):
         super().__init__()
         self.config = config
         self.init_std = init_std
+        self.balance_group: ProcessGroup | None = None  # the ranks whose tokens a balance loss takes as one batch
         self.gate_ED = nn.Parameter(torch.empty(config.num_experts, config.dim))
         self.register_buffer("expert_bias_E", torch.empty(config.num_experts, dtype=torch.float32))
         for name, shape, dtype in (
@@ -130,8 +132,9 @@ class Router(nn.Module):
         config = self.config
         if config.aux_loss == "none" and not config.z_loss_weight:
             return weight_TK
-        mean_weight = 1 / max(weight_TK.shape[0], 1)
-        loss = balance_loss(config, logit_TE, score_TE, expert_TK, num_sequences)
+        rows_SE = count_rows_by_sequence(config, expert_TK, num_sequences, self.balance_group)
+        mean_weight = config.top_k / rows_SE.sum().clamp_min(1).to(logit_TE.dtype)
+        loss = balance_loss(config, logit_TE, score_TE, rows_SE)
         loss = loss * torch.where(self.token_weight > 0, self.token_weight.to(loss.dtype), mean_weight)
         record(self.balance_loss, loss.detach().float())
         return attach_loss(weight_TK, loss)

@@ -51,6 +51,12 @@ def _deterministic(needed: bool) -> Iterator[None]:
         torch.set_deterministic_debug_mode(mode)
 
 
+@torch.library.custom_op("spurline::permute_rows", mutates_args=())
+def permute_rows(rows_RD: Tensor, index_R: Tensor, inverse_R: Tensor) -> Tensor:
+    """(R, D) -> (R, D): row r of the result is row index_R[r]; the gradient comes back by inverse_R."""
+    return rows_RD.index_select(0, index_R)
+
+
 @gather_rows.register_fake
 def _(x_TD: Tensor, token_R: Tensor) -> Tensor:
     return x_TD.new_empty(token_R.shape[0], x_TD.shape[1])
@@ -64,6 +70,20 @@ def _(rows_RD: Tensor, token_R: Tensor, num_tokens: int, base_TD: Tensor | None 
 @scatter_add_rows_.register_fake
 def _(base_TD: Tensor, token_R: Tensor, rows_RD: Tensor) -> None:
     return None
+
+
+@permute_rows.register_fake
+def _(rows_RD: Tensor, index_R: Tensor, inverse_R: Tensor) -> Tensor:
+    return rows_RD.new_empty(index_R.shape[0], rows_RD.shape[1])
+
+
+def _save_for_permute(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    ctx.save_for_backward(*inputs[1:])
+
+
+def _permute_backward(ctx, grad_RD):  # type: ignore[no-untyped-def]
+    index_R, inverse_R = ctx.saved_tensors
+    return permute_rows(grad_RD, inverse_R, index_R), None, None
 
 
 def _save_for_gather(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
@@ -89,4 +109,5 @@ def _scatter_backward(ctx, grad_TD):  # type: ignore[no-untyped-def]
 
 
 gather_rows.register_autograd(_gather_backward, setup_context=_save_for_gather)
+permute_rows.register_autograd(_permute_backward, setup_context=_save_for_permute)
 scatter_add_rows.register_autograd(_scatter_backward, setup_context=_save_for_scatter)

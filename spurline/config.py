@@ -1,0 +1,276 @@
+"""The configuration of a run: small sections, each of which checks itself. Free of torch.
+
+The comments below each field are what `spurline train --help` shows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, Protocol, TypeVar
+
+
+class ModelConfig(Protocol):
+    """What a model family's config offers to the trainer and the tools."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def problems(self) -> list[str]: ...
+
+    def num_params(self) -> int: ...
+
+    def num_active_params(self) -> int: ...
+
+    def flops_per_token(self, seq_len: int) -> int: ...
+
+    def with_forced_balance(self) -> ModelConfig: ...
+
+    def build(self) -> Any: ...
+
+
+def _at_least(section: Any, **least: float) -> list[str]:
+    return [
+        f"{name} must be at least {low}, got {getattr(section, name)}"
+        for name, low in least.items()
+        if getattr(section, name) < low
+    ]
+
+
+@dataclass(frozen=True)
+class Job:
+    dump_folder: str = ""
+    """Folder the run is written to; empty means outputs/<config>."""
+
+    def problems(self) -> list[str]:
+        return []
+
+
+@dataclass(frozen=True)
+class Training:
+    steps: int = 100
+    """Optimizer steps."""
+    seq_len: int = 256
+    """Tokens a sequence."""
+    local_batch_size: int = 8
+    """Sequences in one forward pass on one rank."""
+    global_batch_size: int = -1
+    """Sequences a step over all ranks; it fixes the data whatever their number (-1: local_batch_size on each rank)."""
+    seed: int = 0
+    """Seed of the initial weights, the data order and the sampling."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of activations and matrix products; the parameters and the optimizer stay in float32."""
+    max_grad_norm: float = 1.0
+    """Clip the gradient to this norm (0 = off)."""
+    threads: int = 0
+    """CPU threads a rank (0: torch's choice). Recorded, as it changes the last bits of a sum."""
+
+    def problems(self) -> list[str]:
+        found = _at_least(self, steps=1, seq_len=1, local_batch_size=1, max_grad_norm=0, threads=0)
+        if self.global_batch_size == 0 or self.global_batch_size < -1:
+            found.append(f"global_batch_size must be positive or -1, got {self.global_batch_size}")
+        return found
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    lr: float = 3e-3
+    """Peak learning rate of AdamW."""
+    beta1: float = 0.9
+    """How long the mean of the gradient remembers."""
+    beta2: float = 0.95
+    """How long the mean of its square remembers."""
+    eps: float = 1e-8
+    """Added to the root of the mean square, which divides the mean."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay, applied to matrices only."""
+
+    def problems(self) -> list[str]:
+        found = _at_least(self, lr=0, eps=0, weight_decay=0)
+        found += [
+            f"{name} must be in [0, 1), got {getattr(self, name)}"
+            for name in ("beta1", "beta2")
+            if not 0 <= getattr(self, name) < 1
+        ]
+        return found
+
+
+@dataclass(frozen=True)
+class LRScheduler:
+    """The learning rate warms up, stays, and decays."""
+
+    warmup_steps: int = 10
+    """Steps of the linear warm-up."""
+    decay_ratio: float = 0.5
+    """Share of the steps, at the end, over which the rate decays."""
+    decay_type: Literal["linear", "cosine", "sqrt"] = "linear"
+    """Shape of the decay."""
+    min_lr_factor: float = 0.0
+    """The last rate, as a share of the peak."""
+
+    def problems(self) -> list[str]:
+        found = _at_least(self, warmup_steps=0)
+        found += [
+            f"{name} must be between 0 and 1, got {getattr(self, name)}"
+            for name in ("decay_ratio", "min_lr_factor")
+            if not 0 <= getattr(self, name) <= 1
+        ]
+        return found
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """replicate x shard x tensor = the number of ranks; expert x expert_tensor divides shard x tensor."""
+
+    data_parallel_replicate_degree: int = 1
+    """Copies of the model (HSDP)."""
+    data_parallel_shard_degree: int = -1
+    """Ranks that share one copy's parameters (FSDP2); -1 takes the ranks that are left."""
+    tensor_parallel_degree: int = 1
+    """Ranks that split each matrix, with the sequence split between them."""
+    expert_parallel_degree: int = 1
+    """Ranks that split the experts."""
+    expert_tensor_parallel_degree: int = 1
+    """Ranks that split each expert's hidden width."""
+
+    def problems(self) -> list[str]:
+        found = [
+            f"{f.name} must be positive, got {getattr(self, f.name)}"
+            for f in dataclasses.fields(self)
+            if f.name != "data_parallel_shard_degree" and getattr(self, f.name) < 1
+        ]
+        if self.data_parallel_shard_degree == 0 or self.data_parallel_shard_degree < -1:
+            found.append(f"data_parallel_shard_degree must be positive or -1, got {self.data_parallel_shard_degree}")
+        return found
+
+
+@dataclass(frozen=True)
+class Compile:
+    enable: bool = False
+    """Compile with torch.compile."""
+    components: str = "model,loss"
+    """What is compiled: model (each block by itself), loss, or model,loss."""
+    backend: str = "inductor"
+    """Backend of torch.compile; aot_eager traces the same graphs without generating code."""
+
+    @property
+    def parts(self) -> set[str]:
+        return {part.strip() for part in self.components.split(",") if part.strip()}
+
+    def problems(self) -> list[str]:
+        unknown = self.parts - {"model", "loss"}
+        if unknown or not self.parts:
+            return [f"components must be model, loss or model,loss, got {self.components!r}"]
+        return []
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    enable: bool = False
+    """Write checkpoints, and go on from the newest one in the run folder."""
+    interval: int = 100
+    """Steps between checkpoints; the last step always writes one."""
+    keep_latest_k: int = 3
+    """How many checkpoints stay (0 = all)."""
+
+    def problems(self) -> list[str]:
+        return _at_least(self, interval=1, keep_latest_k=0)
+
+
+@dataclass(frozen=True)
+class Data:
+    path: str = ""
+    """A text file or a folder of text files; empty means the Python standard library's own source."""
+    pattern: str = "*"
+    """Which files of a folder are read, at any depth (e.g. *.md)."""
+    validation_fraction: float = 0.02
+    """Share of the tokens that is held out for the validation loss."""
+
+    def problems(self) -> list[str]:
+        if not 0 <= self.validation_fraction < 1:
+            return [f"validation_fraction must be in [0, 1), got {self.validation_fraction}"]
+        return []
+
+
+@dataclass(frozen=True)
+class Metrics:
+    log_interval: int = 1
+    """Steps between lines of metrics.jsonl and updates of the progress line."""
+    validation_interval: int = 50
+    """Steps between validation losses (0 = only at the end)."""
+    validation_batches: int = 4
+    """Micro-batches in a validation loss (0 = no validation)."""
+    sample_tokens: int = 320
+    """Tokens of text generated at the end (0 = none)."""
+    sample_temperature: float = 0.5
+    """How freely the sample is drawn (0: always the likeliest token)."""
+    sample_prompt: str = "def "
+    """What the sample starts from."""
+
+    def problems(self) -> list[str]:
+        return _at_least(
+            self, log_interval=1, validation_interval=0, validation_batches=0, sample_tokens=0, sample_temperature=0
+        )
+
+
+@dataclass(frozen=True)
+class Debug:
+    moe_force_load_balance: bool = False
+    """Send token-slot i to expert i % E, whatever the gate says."""
+    deterministic: bool = False
+    """Refuse operations that may differ from run to run."""
+    stop_after: int = 0
+    """End cleanly after this step, as if interrupted, with the schedule of the full run (0 = off)."""
+
+    def problems(self) -> list[str]:
+        return _at_least(self, stop_after=0)
+
+
+M = TypeVar("M", bound=ModelConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(Generic[M]):
+    """Everything a run depends on: `config.json` holds just this, and reproduces the run.
+
+    The order is that of the help: the model is the longest, so it comes last.
+    """
+
+    job: Job = field(default_factory=Job)
+    training: Training = field(default_factory=Training)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    compile: Compile = field(default_factory=Compile)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    data: Data = field(default_factory=Data)
+    metrics: Metrics = field(default_factory=Metrics)
+    debug: Debug = field(default_factory=Debug)
+    model: M
+
+    def problems(self) -> list[str]:
+        """Everything that is wrong, each with the option it is about."""
+        found: list[str] = []
+        for section in dataclasses.fields(self):
+            value = getattr(self, section.name)
+            names = {f.name for f in dataclasses.fields(value)}
+            for problem in _not_finite(value) or value.problems():
+                about_an_option = problem.split(" ", 1)[0].split(".")[0] in names
+                found.append(f"{section.name}.{problem}" if about_an_option else f"{section.name}: {problem}")
+        local, total = self.training.local_batch_size, self.training.global_batch_size
+        if local > 0 and total > 0 and total % local:
+            found.append(f"training.global_batch_size {total} is not a multiple of training.local_batch_size {local}")
+        return found
+
+
+def _not_finite(section: Any) -> list[str]:
+    """The floats, at any depth, that no comparison below would catch."""
+    found: list[str] = []
+    for f in dataclasses.fields(section):
+        value = getattr(section, f.name)
+        if dataclasses.is_dataclass(value):
+            found += [f"{f.name}.{problem}" for problem in _not_finite(value)]
+        elif isinstance(value, float) and not math.isfinite(value):
+            found.append(f"{f.name} must be a finite number, got {value}")
+    return found

@@ -1,0 +1,163 @@
+"""A run's config as a JSON file and back, exactly. Free of torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import types
+from collections.abc import Iterable
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from spurline.config import RunConfig
+from spurline.models import family_configs, family_names
+
+
+class ConfigError(ValueError):
+    """Everything that is wrong with a configuration, one line each."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+def to_json(module: str, config_name: str, run_config: RunConfig[Any]) -> str:
+    """What `config.json` holds: the names of the family and the preset, then every section with every value."""
+    content = {"module": module, "config": config_name, **dataclasses.asdict(run_config)}
+    return json.dumps(content, indent=2) + "\n"
+
+
+def save(path: str | Path, module: str, config_name: str, run_config: RunConfig[Any]) -> None:
+    """Write `path` under a temporary name and rename it, so that a reader never sees half a file."""
+    path = Path(path)
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        temporary.write_text(to_json(module, config_name, run_config), encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load(path: str | Path) -> tuple[str, str, RunConfig[Any]]:
+    """Read what `save` wrote: (module, config name, config). A ConfigError names everything that doesn't fit."""
+    content = _read_json(path)
+    if not isinstance(content, dict):
+        raise ConfigError([f"{path}: a config file is a JSON object with sections, not {_shown(content)}"])
+    module, config_name = content.pop("module", ""), content.pop("config", "")
+    problems = preset_problems(module, config_name)
+    if not problems:
+        preset = family_configs(module)[config_name]()
+        run_config = _convert(RunConfig[type(preset.model)], content, "", problems)  # type: ignore[misc]
+    if problems:
+        raise ConfigError([f"{path}: {problem}" for problem in problems])
+    return module, config_name, run_config
+
+
+def preset_problems(module: Any, config_name: Any, prefix: str = "") -> list[str]:
+    """Why there is no such preset, and what there is instead; empty when there is one."""
+    found = not_among(f"{prefix}module", module, family_names())
+    if not found:
+        found += not_among(f"{prefix}config", config_name, sorted(family_configs(module)))
+    elif not config_name:
+        found.append(f"{prefix}config is missing: `spurline configs` lists what there is")
+    return found
+
+
+def not_among(name: str, given: Any, choices: list[str]) -> list[str]:
+    if given in choices:
+        return []
+    what = f"{name}: there is no {given!r}{did_you_mean(str(given), choices)}" if given else f"{name} is missing."
+    return [f"{what} Choose from: {', '.join(choices)}"]
+
+
+def did_you_mean(name: str, choices: Iterable[str], prefix: str = "") -> str:
+    """A sentence with the choice that looks most like `name`; just a full stop when nothing does."""
+    near = get_close_matches(name, list(choices), n=1)
+    return f". Did you mean {prefix}{near[0]}?" if near else "."
+
+
+def expected(hint: Any, none: str = "None") -> str:
+    """A type in a user's words: `an integer`, `one of linear, cosine, sqrt`, `an integer or None`."""
+    if get_origin(hint) is Literal:
+        return "one of " + ", ".join(map(str, get_args(hint)))
+    if _is_union(hint):
+        return " or ".join(expected(part, none) for part in get_args(hint))
+    if get_origin(hint) in (list, tuple):
+        return "a list"
+    if dataclasses.is_dataclass(get_origin(hint) or hint):
+        return "a section with its options"
+    names = {int: "an integer", float: "a number", str: "text", bool: "true or false", type(None): none}
+    return names.get(hint, str(hint))
+
+
+def _read_json(path: str | Path) -> Any:
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError([f"{path}: can't read the config file: {error.strerror}"]) from None
+    except UnicodeDecodeError:
+        raise ConfigError([f"{path}: not JSON: the file is not UTF-8 text"]) from None
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        raise ConfigError([f"{path}: not JSON: {error.msg} at {where}"]) from None
+
+
+def _convert(hint: Any, value: Any, where: str, problems: list[str]) -> Any:
+    """The JSON `value` as a value of type `hint`; what doesn't fit is added to `problems`, with its dotted name."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if isinstance(value, dict) and dataclasses.is_dataclass(origin or hint):
+        return _convert_dataclass(origin or hint, parts, value, where, problems)
+    if _is_union(hint):
+        for part in parts:
+            trouble: list[str] = []
+            converted = _convert(part, value, where, trouble)
+            if not trouble:
+                return converted
+    elif origin is Literal:
+        if any(value == choice and type(value) is type(choice) for choice in parts):
+            return value
+    elif origin in (list, tuple) and isinstance(value, list):
+        hints = parts if origin is tuple and Ellipsis not in parts else parts[:1] * len(value)
+        if len(hints) == len(value):
+            return origin(
+                _convert(part, item, f"{where}[{i}]", problems)
+                for i, (part, item) in enumerate(zip(hints, value, strict=True))
+            )
+    elif hint is float and type(value) is int:
+        return float(value)
+    elif type(value) is hint:  # not isinstance: True is an int to Python, not to a user
+        return value
+    problems.append(f"{where}: {_shown(value)} is not {expected(hint, none='null')}")
+    return None
+
+
+def _convert_dataclass(
+    cls: Any, type_arguments: tuple[Any, ...], content: dict[str, Any], where: str, problems: list[str]
+) -> Any:
+    names = [f.name for f in dataclasses.fields(cls)]
+    prefix = f"{where}." if where else ""
+    for name in content:
+        if name not in names:
+            problems.append(f"{prefix}{name}: no such option{did_you_mean(name, names, prefix)}")
+    hints = get_type_hints(cls)
+    meaning_of = dict(zip(getattr(cls, "__parameters__", ()), type_arguments, strict=True))
+    values = {}
+    for name in names:
+        if name in content:
+            hint = meaning_of.get(hints[name], hints[name])
+            values[name] = _convert(hint, content[name], prefix + name, problems)
+        else:
+            problems.append(f"{prefix}{name} is missing")
+    return None if problems else cls(**values)
+
+
+def _is_union(hint: Any) -> bool:
+    return get_origin(hint) in (Union, types.UnionType)
+
+
+def _shown(value: Any) -> str:
+    """`value` as JSON writes it, cut to what fits into a message."""
+    text = json.dumps(value)
+    return text if len(text) <= 40 else text[:37] + "..."

@@ -1,0 +1,27 @@
+"""The model families, by name. Free of torch: a family's `configs.py` says what there is; `model.py` loads on build."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from spurline.config import RunConfig
+
+# A family's configs live at <package>.configs as CONFIGS: config name -> function that returns a RunConfig.
+_FAMILIES: dict[str, str] = {
+    "deepseek_v3": "spurline.models.deepseek_v3",
+}
+
+
+def register_family(name: str, package: str) -> None:
+    """Make a family of your own known: `package` is an importable package with a `configs` module that has CONFIGS."""
+    _FAMILIES[name] = package
+
+
+def family_names() -> list[str]:
+    return sorted(_FAMILIES)
+
+
+def family_configs(name: str) -> dict[str, Callable[[], RunConfig[Any]]]:
+    return import_module(f"{_FAMILIES[name]}.configs").CONFIGS

@@ -1,0 +1,20 @@
+"""The dense feed-forward of a block."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from spurline.models.common.init import INIT_STD
+from spurline.models.common.linear import Linear
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: w2(silu(w1 x) * w3 x), (..., dim) -> (..., dim)."""
+
+    def __init__(self, dim: int, hidden_dim: int, output_std: float = INIT_STD) -> None:
+        super().__init__()
+        self.w1 = Linear(dim, hidden_dim)
+        self.w3 = Linear(dim, hidden_dim)
+        self.w2 = Linear(hidden_dim, dim, std=output_std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))

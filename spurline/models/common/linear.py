@@ -1,0 +1,38 @@
+"""Linear layer and embedding: parameters stay in float32, the activations decide the dtype of the product."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from spurline.models.common.init import INIT_STD, fill_truncated_normal
+
+
+class Linear(nn.Linear):
+    """Matrix product without a bias: (..., in_dim) -> (..., out_dim)."""
+
+    def __init__(self, in_dim: int, out_dim: int, std: float = INIT_STD) -> None:
+        self.std = std  # before nn.Linear's constructor, which already fills the weight
+        super().__init__(in_dim, out_dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype))
+
+    def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator | None) -> None:
+        fill_truncated_normal(tensor, self.std, generator)
+
+    def reset_parameters(self) -> None:
+        self.init_parameter("weight", self.weight, None)
+
+
+class Embedding(nn.Embedding):
+    """A row for each token: (...) -> (..., dim)."""
+
+    def __init__(self, num_rows: int, dim: int, std: float = INIT_STD) -> None:
+        self.std = std  # before nn.Embedding's constructor, which already fills the weight
+        super().__init__(num_rows, dim)
+
+    def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator | None) -> None:
+        fill_truncated_normal(tensor, self.std, generator)
+
+    def reset_parameters(self) -> None:
+        self.init_parameter("weight", self.weight, None)

@@ -1,0 +1,35 @@
+"""Compile a model block by block, and functions beside it."""
+
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import nn
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# All blocks of a class share their code, and torch counts graphs by code: each kind of block (dense, MoE) takes one to
+# train, one to validate and one for a shape that changes. Its own limit of 8 is reached by the second model of a
+# process, and then `fullgraph` makes an error of it.
+_RECOMPILE_LIMIT = 64
+
+
+def apply_compile(model: nn.Module, backend: str = "inductor") -> None:
+    """Compile each block of model.layers in place, as one graph; calling it again changes nothing."""
+    _check_backend(backend)
+    for block in model.layers.values():  # type: ignore[operator]
+        if block._compiled_call_impl is None:
+            block.compile(backend=backend, fullgraph=True, recompile_limit=_RECOMPILE_LIMIT)
+
+
+def compile_function(function: Callable[P, R], backend: str = "inductor") -> Callable[P, R]:
+    """`function`, compiled as one graph."""
+    _check_backend(backend)
+    return torch.compile(function, backend=backend, fullgraph=True, recompile_limit=_RECOMPILE_LIMIT)  # type: ignore[call-overload]
+
+
+def _check_backend(backend: str) -> None:
+    if backend not in torch.compiler.list_backends(()):
+        usual = ", ".join(["aot_eager", "eager", *torch.compiler.list_backends()])
+        raise ValueError(f"compile.backend: there is no {backend!r}. Choose from: {usual}")

@@ -1,0 +1,69 @@
+"""The conservation check of a row exchange: what one rank sends is what the other receives, row by row.
+
+A receiver that expects more rows than were sent gets stale ones, and gloo says nothing. So, where asked for, the ranks
+compare their split lists before the exchange and checksums of every pair's rows after it. All ranks see the same
+comparison and raise the same error; nobody is left waiting.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class ConservationError(RuntimeError):
+    """Rows got lost, were invented or changed places between two ranks."""
+
+
+def check_splits(send_P: list[int], receive_P: list[int], group: dist.ProcessGroup, label: str) -> None:
+    """Raise on every rank unless each rank expects from each other rank just what that one sends."""
+    sent_PP, expected_PP = _gather_pairs(torch.tensor([send_P, receive_P]), group)
+    wrong = (sent_PP != expected_PP).nonzero().tolist()
+    if wrong:
+        pairs = "; ".join(
+            f"rank {p} sends {sent_PP[p, q]} rows to rank {q}, which expects {expected_PP[p, q]}" for p, q in wrong[:4]
+        )
+        raise ConservationError(f"{label}: {pairs}{_and_more(len(wrong))}")
+
+
+def check_rows(
+    sent_SD: Tensor,
+    received_RD: Tensor,
+    send_P: list[int],
+    receive_P: list[int],
+    group: dist.ProcessGroup,
+    label: str,
+) -> None:
+    """Raise on every rank unless the rows of each pair arrived as they left: the same rows in the same order."""
+    checksums = torch.stack([_checksum_by_rank(sent_SD, send_P), _checksum_by_rank(received_RD, receive_P)])
+    sent_PP, received_PP = _gather_pairs(checksums.cpu(), group)
+    wrong = (sent_PP != received_PP).nonzero().tolist()
+    if wrong:
+        pairs = ", ".join(f"from rank {p} to rank {q}" for p, q in wrong[:4])
+        me = group.rank()
+        counts = f"this is rank {me}, which sends {send_P} and receives {receive_P} rows"
+        raise ConservationError(f"{label}: rows changed on their way {pairs}{_and_more(len(wrong))} ({counts})")
+
+
+def _gather_pairs(sent_and_received: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """(2, P) of this rank -> what p sent to q, and what q received from p, both (P, P) on every rank."""
+    device = "cpu" if dist.get_backend(group) == "gloo" else torch.accelerator.current_accelerator()
+    mine = sent_and_received.to(device)
+    everyones = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(everyones, mine, group=group)
+    all_P2P = torch.stack(everyones).cpu()
+    return all_P2P[:, 0], all_P2P[:, 1].t()
+
+
+def _checksum_by_rank(rows_RD: Tensor, split_P: list[int]) -> Tensor:
+    """(R, D) -> (P,): a number for each rank's rows that changes when a bit, a row or the order of rows changes."""
+    bits_RB = rows_RD.contiguous().view(torch.uint8).flatten(1).to(torch.int64)
+    # Odd multipliers that differ by place; int64 arithmetic wraps around, on every rank alike.
+    column_B = torch.arange(bits_RB.shape[1], device=rows_RD.device) * 0x9E3779B1 + 0x85EBCA77
+    row_R = (bits_RB * (column_B | 1)).sum(1)
+    parts = row_R.split(split_P)
+    place = [torch.arange(1, len(part) + 1, device=rows_RD.device) * 0xC2B2AE3D for part in parts]
+    return torch.stack([(part * (p | 1)).sum() for part, p in zip(parts, place, strict=True)])
+
+
+def _and_more(count: int) -> str:
+    return f"; and {count - 4} more pairs" if count > 4 else ""

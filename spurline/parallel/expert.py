@@ -1,0 +1,115 @@
+"""Expert parallelism: spread the experts of an MoE layer over ranks."""
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from spurline.moe.config import MoEConfig
+from spurline.moe.dispatch.all_to_all import AllToAllDispatcher
+from spurline.moe.layer import MoE
+from spurline.parallel.collectives import sum_gradient
+from spurline.parallel.sequence_parallel import SequenceParallel
+
+
+def parallelize_moe(
+    moe: MoE,
+    ep_mesh: DeviceMesh,
+    sequence: DeviceMesh | None = None,
+    *,
+    layer: str = "moe",
+    reduce_gradients: bool = True,
+) -> MoE:
+    """Spread moe's experts over the ranks of ep_mesh, in place; the same call then works across ranks. Returns moe.
+
+    Every rank brings tokens of its own, as many as it likes. Expert weights become DTensors sharded over ep_mesh; the
+    rest stays as it is on every rank. `sequence` is a mesh of ranks that all bring the same (B, L, D) input: each
+    routes its share of the L positions, and all get the whole output.
+
+    Gradients are those of the sum of all ranks' losses; with `sequence`, whose ranks have one loss in common, that loss
+    counts once. So the gradients of router and shared experts are summed over ep_mesh in each backward pass. Whoever
+    reduces them elsewhere (FSDP2, DDP) switches that off with reduce_gradients=False.
+
+    `layer` is the name under which errors speak of this layer.
+    """
+    group = _group_of(ep_mesh, "ep_mesh")
+    sequence_group = _group_of(sequence, "sequence") if sequence is not None else None
+    _refuse_impossible(moe.config, group, sequence_group)
+    everyone = _same_on_all_ranks(moe, group, sequence_group, layer)
+
+    for name, parameter in list(moe.experts.named_parameters()):
+        sharded = distribute_tensor(parameter.detach(), ep_mesh, [Shard(0)], src_data_rank=None)
+        setattr(moe.experts, name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
+    moe.dispatcher = AllToAllDispatcher(moe.config, group, layer)
+    if sequence_group is not None:
+        moe.sequence = SequenceParallel(sequence_group, [rank["sequence_rank"] for rank in everyone])
+    moe.router.balance_group = sequence_group if moe.config.aux_loss == "sequence" else group
+    if reduce_gradients and group.size() > 1:
+        for module in (moe.router, moe.shared_experts):
+            for parameter in module.parameters() if module is not None else ():
+                if parameter.requires_grad:
+                    parameter.register_hook(lambda gradient: sum_gradient(gradient, group))
+    # Split sizes are read from tensors, also while tracing.
+    torch._dynamo.config.capture_scalar_outputs = True
+    return moe
+
+
+def _group_of(mesh: DeviceMesh, name: str) -> dist.ProcessGroup:
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError(f"{name} must be a DeviceMesh, got {type(mesh).__name__}")
+    if mesh.ndim != 1:
+        axes = f" (axes {', '.join(mesh.mesh_dim_names)})" if mesh.mesh_dim_names else ""
+        raise ValueError(f"{name} must have one axis, got {mesh.ndim}{axes}: pick one, as in mesh['ep']")
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"{name} covers ranks {mesh.mesh.tolist()}, but not this one, rank {dist.get_rank()}")
+    return mesh.get_group()
+
+
+def _refuse_impossible(config: MoEConfig, group: dist.ProcessGroup, sequence_group: dist.ProcessGroup | None) -> None:
+    E, ep, world = config.num_experts, group.size(), dist.get_world_size()
+    if E % ep:
+        fitting = [d for d in range(1, E + 1) if E % d == 0 and world % d == 0]
+        raise ValueError(
+            f"expert parallel degree {ep} does not divide num_experts {E};"
+            f" with {world} ranks, degrees that do: {', '.join(map(str, fitting))}"
+        )
+    if world % ep:
+        raise ValueError(f"expert parallel degree {ep} does not divide the {world} ranks there are")
+    if sequence_group is not None:
+        inside = set(dist.get_process_group_ranks(group))
+        outside = sorted(set(dist.get_process_group_ranks(sequence_group)) - inside)
+        if outside:
+            raise ValueError(
+                f"ranks {outside} share this rank's sequence but are not in ep_mesh (ranks {sorted(inside)}):"
+                f" the sequence has to be split among ranks that share experts"
+            )
+
+
+def _same_on_all_ranks(
+    moe: MoE, group: dist.ProcessGroup, sequence_group: dist.ProcessGroup | None, layer: str
+) -> list[dict[str, Any]]:
+    """What every rank of the group says of itself; a ValueError on all of them if they don't agree on the layer."""
+    mine: dict[str, Any] = {f"config.{key}": value for key, value in asdict(moe.config).items()}
+    mine["layer name"] = layer
+    mine["sequence ranks"] = 1 if sequence_group is None else sequence_group.size()
+    for name, parameter in moe.named_parameters():
+        mine[name] = f"{tuple(parameter.shape)} {parameter.dtype}"
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, mine | {"sequence_rank": _rank_in(sequence_group)}, group=group)
+    for rank, theirs in zip(dist.get_process_group_ranks(group), everyone, strict=True):
+        for key in sorted(everyone[0].keys() | theirs.keys()):
+            first, other = everyone[0].get(key), theirs.get(key)
+            if first != other and key != "sequence_rank":
+                first_rank = dist.get_process_group_ranks(group)[0]
+                raise ValueError(
+                    f"{layer}: ranks disagree on {key}: it is {first!r} on rank {first_rank}, {other!r} on rank {rank}"
+                )
+    return everyone
+
+
+def _rank_in(group: dist.ProcessGroup | None) -> int:
+    return 0 if group is None else group.rank()

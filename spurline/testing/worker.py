@@ -1,0 +1,101 @@
+"""The process behind one rank of a pool: it joins a gloo world, calls functions, and sends back what they return."""
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import traceback
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch._inductor.config
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+from spurline.testing.messages import Call, Raised, Returned, World
+
+
+def serve(connection: Connection, stack_path: str) -> None:
+    """Answer calls until the other end closes; SIGUSR1 writes the stack to stack_path, whatever the rank is doing."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then stops its ranks.
+    stack_file = open(stack_path, "w")  # noqa: SIM115 - stays open as long as the process
+    faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=False)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    # Many ranks share few cores.
+    torch.set_num_threads(1)
+    torch._inductor.config.compile_threads = 1
+    # All ranks are on this machine, whatever its host name resolves to.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    connection.send_bytes(pickle.dumps("ready"))
+
+    world: World | None = None
+    while True:
+        try:
+            call: Call | None = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        if call is None:  # The world is not used again: leave it now, while nobody waits.
+            _leave_world()
+            world = None
+            continue
+        if call.world != world:
+            _leave_world()
+            _join_world(call.rank, call.world)
+            world = call.world
+        reply = _answer(call)
+        sys.stdout.flush()
+        connection.send_bytes(pickle.dumps(reply))
+        # What one call compiled must not count against the recompile limit of the next.
+        torch._dynamo.reset()
+
+
+def _end_with_parent() -> None:
+    """End this process when the parent is gone, even if it sits in a collective."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _join_world(rank: int, world: World) -> None:
+    # A file, not a TCPStore: that one sometimes takes five seconds to connect again after a group was destroyed.
+    store = dist.FileStore(world.store_path, world.size)
+    # The pool has its own time limit, and knows to say where each rank is; gloo must not be faster.
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world.size, timeout=timedelta(days=1))
+
+
+def _leave_world() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _answer(call: Call) -> Returned | Raised:
+    sys.path[:] = call.sys_path
+    os.chdir(call.folder)
+    torch.manual_seed(0)
+    try:
+        function, args = pickle.loads(call.function_and_args)
+        result = pickle.dumps(function(call.rank, *args))
+    except BaseException as error:
+        error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)  # without this frame
+        summary = traceback.format_exception_only(error)[-1].strip()
+        return Raised(summary, "".join(traceback.format_exception(error)), _pickled_or_none(error))
+    if not dist.is_initialized():
+        return Returned(result, num_collectives=0, num_groups=0)
+    world_group: Any = dist.group.WORLD  # its type does not tell all of its methods
+    return Returned(result, world_group._get_sequence_number_for_group(), len(c10d._world.pg_map))
+
+
+def _pickled_or_none(error: BaseException) -> bytes | None:
+    try:
+        pickled = pickle.dumps(error)
+        pickle.loads(pickled)
+    except Exception:
+        return None
+    return pickled

@@ -1,0 +1,161 @@
+"""Command lines into dataclasses, through tyro. What a user got wrong is told all at once, in words. Free of torch."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import io
+import os
+import sys
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, TypeVar, get_origin, get_type_hints
+
+import tyro
+
+from spurline.config_io import expected
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Given:
+    """One option as it was typed, up to the next one."""
+
+    name: str
+    """With underscores and without the dashes: training.seq_len."""
+    values: list[str]
+    tokens: list[str]
+
+    @property
+    def is_joined(self) -> bool:
+        """Typed as --name=value."""
+        return len(self.tokens) == len(self.values)
+
+
+def split_options(argv: list[str]) -> tuple[list[str], list[Given]]:
+    """Cut a command line where an option starts: (what stands before the first option, the options)."""
+    before: list[str] = []
+    given: list[Given] = []
+    for token in argv:
+        if token.startswith("--"):
+            name, equals, value = token.removeprefix("--").partition("=")
+            given.append(Given(name.replace("-", "_"), [value] if equals else [], [token]))
+        elif given:
+            given[-1].values.append(token)
+            given[-1].tokens.append(token)
+        else:
+            before.append(token)
+    return before, given
+
+
+def described(metavar: str | None = None, name: str | None = None) -> object:
+    """A mark for a command's own option, whose empty default tells a reader of the help nothing."""
+    return tyro.conf.arg(name=name, metavar=metavar, help_behavior_hint="")
+
+
+def wants_help(argv: list[str]) -> bool:
+    return "-h" in argv or "--help" in argv
+
+
+def parse(cls: type[T], default: T, argv: list[str], prog: str, description: str) -> tuple[T, list[str]]:
+    """Overwrite `default`, a dataclass of type `cls`, with the options in `argv`.
+
+    Returns it with what is wrong in `argv`, in which case the sound options alone have been taken.
+    """
+    settings: dict[str, Any] = {"prog": prog, "description": description, "use_underscores": True}
+    if wants_help(argv):
+        tyro.cli(cls, default=default, args=["--help"], **settings)  # prints and exits
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            return tyro.cli(cls, default=default, args=argv, **settings), []
+    except SystemExit:
+        sound, problems = _diagnose(default, argv, prog)
+    # Should tyro object to something we see nothing wrong with, this call says so in tyro's words, and exits.
+    return tyro.cli(cls, default=default, args=sound, **settings), problems
+
+
+def import_package(name: str) -> list[str]:
+    """Import a user's package, which may lie in the working directory, so that it can register what it brings."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        return [f"--import {name}: {error}"]
+    return []
+
+
+def option_types(section: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted name -> type of every option of a dataclass instance and of the dataclasses in it."""
+    hints = get_type_hints(type(section), include_extras=True)
+    found: dict[str, Any] = {}
+    for f in dataclasses.fields(section):
+        value, hint = getattr(section, f.name), hints[f.name]
+        marks = getattr(hint, "__metadata__", ())
+        hint = hint.__origin__ if marks else hint
+        renamed = [mark.name for mark in marks if getattr(mark, "name", None) is not None]
+        leaf = renamed[0] if renamed else f.name
+        if dataclasses.is_dataclass(value):
+            found |= option_types(value, f"{prefix}{leaf}." if leaf else prefix)
+        else:
+            found[prefix + leaf] = hint
+            if hint is bool and tyro.conf.FlagCreatePairsOff not in marks:
+                found[f"{prefix}no_{leaf}"] = hint
+    return found
+
+
+def _diagnose(default: Any, argv: list[str], prog: str) -> tuple[list[str], list[str]]:
+    """The part of `argv` that is sound, and what is wrong with the rest."""
+    types = option_types(default)
+    before, given = split_options(argv)
+    sound: list[str] = []
+    problems = [f"{token!r} stands alone: an option is written --section.option value" for token in before]
+    for option in given:
+        typed = option.tokens[0].partition("=")[0]
+        if option.name not in types:
+            problems.append(f"{typed}: no such option{_suggestion(option.name, types, prog)}")
+        elif complaint := _complaint(option, types):
+            problems.append(f"{typed}: {complaint}")
+        else:
+            sound += option.tokens
+    return sound, problems
+
+
+def _suggestion(name: str, types: dict[str, Any], prog: str) -> str:
+    """`seq_len` is most likely `training.seq_len`; otherwise whatever is spelled alike."""
+    same_leaf = [known for known in types if known.rpartition(".")[2] == name.rpartition(".")[2]]
+    near = get_close_matches(name, same_leaf, n=1, cutoff=0.0) or get_close_matches(name, types, n=1)
+    return f". Did you mean --{near[0]}?" if near else f" ({prog} --help lists them)"
+
+
+def _complaint(option: Given, types: dict[str, Any]) -> str:
+    """What is wrong with an option's values, or nothing."""
+    values, hint = " ".join(map(repr, option.values)), types[option.name]
+    if hint is bool:
+        section, dot, leaf = option.name.rpartition(".")
+        opposite = section + dot + (leaf.removeprefix("no_") if leaf.startswith("no_") else f"no_{leaf}")
+        hint_at_it = f". Its opposite is --{opposite}" if opposite in types else ""
+        return f"takes no value, got {values}{hint_at_it}" if values else ""
+    if _accepts(hint, option):
+        return ""
+    if not values:
+        return f"needs a value, {expected(hint)}"
+    if get_origin(hint) not in (list, tuple):
+        if len(option.values) > 1:
+            return f"takes one value, got {values}. A value with spaces needs quotes"
+        if hint is str:
+            return f"write {option.tokens[0]}={option.values[0]} for a value that starts with a dash"
+    return f"{values} is not {expected(hint)}"
+
+
+def _accepts(hint: Any, option: Given) -> bool:
+    alone = dataclasses.make_dataclass("Alone", [("value", hint)])
+    args = [f"--value={option.values[0]}", *option.values[1:]] if option.is_joined else ["--value", *option.values]
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            tyro.cli(alone, args=args)
+    except SystemExit:
+        return False
+    return True

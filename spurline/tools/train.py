@@ -1,0 +1,60 @@
+"""`spurline train`: resolve the options, then show what they mean (--dry-run) or train."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from dataclasses import replace
+from typing import Any
+
+from spurline.config import RunConfig
+from spurline.config_io import ConfigError, to_json
+from spurline.tools.console import complain, human, human_flops
+from spurline.tools.options import PROG, resolve
+
+
+def main(argv: list[str]) -> int:
+    try:
+        command = resolve(argv)
+    except ConfigError as error:
+        return complain(PROG, error.problems)
+    run_config = command.run_config
+    if run_config.debug.moe_force_load_balance:
+        run_config = replace(run_config, model=run_config.model.with_forced_balance())
+    if command.dry_run:
+        print(to_json(command.module, command.config, run_config))
+        print(describe_cost(run_config, world_size=int(os.environ.get("WORLD_SIZE", "1"))))
+        return 0
+
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a sample may have characters that the terminal has not
+    try:
+        from spurline.train.trainer import train  # torch takes seconds to load, so it comes last
+
+        train(command.module, command.config, run_config)
+    except ValueError as error:
+        return complain(PROG, [str(error)])
+    except KeyboardInterrupt:
+        print(f"{PROG}: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def describe_cost(config: RunConfig[Any], world_size: int) -> str:
+    """The size of the model and what a token, a step and the whole run take, for people to read."""
+    training, model = config.training, config.model
+    data_ranks = world_size // config.parallelism.tensor_parallel_degree
+    sequences = training.global_batch_size if training.global_batch_size > 0 else training.local_batch_size * data_ranks
+    tokens = sequences * training.seq_len
+    flops = model.flops_per_token(training.seq_len)
+    return "\n".join(
+        [
+            f"parameters  {human(model.num_params())} total, {human(model.num_active_params())} active for a token",
+            f"tokens      {tokens:,} a step ({sequences} sequences of {training.seq_len:,}),"
+            f" {tokens * training.steps:,} in {training.steps:,} steps",
+            f"compute     {human_flops(flops)} a token, {human_flops(flops * tokens)} a step,"
+            f" {human_flops(flops * tokens * training.steps)} in all (forward and backward)",
+            f"run folder  {config.job.dump_folder}",
+        ]
+    )

@@ -1,0 +1,123 @@
+"""What a run measures: the metrics.jsonl it writes, peak memory and throughput. Free of torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+class MetricsWriter:
+    """Writes one JSON object a line to `<folder>/metrics.jsonl`, readable by others as soon as `write` returns.
+
+    Starts a new file, or with `resume_from_step=n` goes on after the lines of steps up to n and drops the later ones,
+    which the resumed run writes again.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], resume_from_step: int | None = None) -> None:
+        self.path = Path(folder) / "metrics.jsonl"
+        if resume_from_step is not None and self.path.exists():
+            _drop_lines_after(self.path, resume_from_step)
+        mode = "w" if resume_from_step is None else "a"
+        self._file = open(self.path, mode, buffering=1, encoding="utf-8", newline="\n")  # noqa: SIM115
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append `record`, which has a `step`; a number that isn't finite becomes null, as JSON has no word for it."""
+        assert "step" in record, "a line of metrics needs its step"
+        self._file.write(json.dumps(_to_json(record), allow_nan=False) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _to_json(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _to_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_to_json(item) for item in value]
+    if hasattr(value, "tolist"):  # tensors and arrays
+        return _to_json(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def _drop_lines_after(path: Path, step: int) -> None:
+    """Keep the lines of steps up to `step`; the file is replaced at once, so a kill leaves the old one or the new."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    kept = "".join(f"{line}\n" for line in lines if _step_of(line) <= step)
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(kept, encoding="utf-8", newline="\n")
+    os.replace(temporary, path)
+
+
+def _step_of(line: str) -> float:
+    """The step of a line; infinite, later than any, for one that a kill cut short."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError):
+        return math.inf
+
+
+def peak_memory_bytes() -> int | None:
+    """The most memory this process has held at once, or None where the system doesn't say (Windows)."""
+    # First what Linux says: its getrusage also counts what the process that started this one had held.
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        status = ""
+    if found := re.search(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE):
+        return int(found[1]) * 1024
+    try:
+        import resource
+    except ImportError:
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+class Throughput:
+    """Tokens per second of training: the clock stands still inside `paused()`."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._tokens = 0
+        self._seconds = 0.0  # up to the last pause
+        self._running_since: float | None = clock()
+
+    def add(self, tokens: int) -> None:
+        self._tokens += tokens
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out what happens inside: validation, a checkpoint. Pauses don't nest."""
+        assert self._running_since is not None, "already paused"
+        self._seconds += self._clock() - self._running_since
+        self._running_since = None
+        try:
+            yield
+        finally:
+            self._running_since = self._clock()
+
+    def read(self) -> float:
+        """Tokens per second since the last reading, and start anew."""
+        now = self._clock()
+        if self._running_since is not None:
+            self._seconds += now - self._running_since
+            self._running_since = now
+        rate = self._tokens / self._seconds if self._seconds > 0 else 0.0
+        self._tokens, self._seconds = 0, 0.0
+        return rate

@@ -1,0 +1,252 @@
+"""Train a model: the loop, from the first batch to the last sample.
+
+B sequences of L tokens in a micro-batch; G sequences in a step.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spurline import config_io
+from spurline.config import RunConfig
+from spurline.data import DataSets, open_data
+from spurline.device import peak_memory_bytes, pick_device
+from spurline.models.common.generate import generate
+from spurline.models.common.init import initialize
+from spurline.moe.balance import set_token_weight, take_balance_loss, update_expert_bias
+from spurline.moe.telemetry import routing_statistics
+from spurline.parallel.compile import apply_compile, compile_function
+from spurline.train.checkpoint import Checkpoints
+from spurline.train.loss import count_real_tokens, cross_entropy_sum
+from spurline.train.metrics import MetricsWriter, Throughput
+from spurline.train.optimizer import build_optimizer, clip_gradients, learning_rate, set_learning_rate
+from spurline.train.progress import Progress
+
+
+@dataclass
+class Trainer:
+    """What a step needs, made once."""
+
+    config: RunConfig[Any]
+    device: torch.device
+    data: DataSets
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loss_sum: Callable[[Tensor, Tensor], Tensor]
+
+    @property
+    def global_batch_size(self) -> int:
+        training = self.config.training
+        return training.global_batch_size if training.global_batch_size > 0 else training.local_batch_size
+
+    def step(self, step: int) -> dict[str, Any]:
+        """Take optimizer step number `step`, counted from 1; returns what there is to know about it."""
+        config = self.config
+        lr = learning_rate(step, config.training.steps, config.optimizer.lr, config.lr_scheduler)
+        set_learning_rate(self.optimizer, lr)
+
+        micro_batches = self.micro_batches(step)
+        num_tokens = sum(count_real_tokens(labels_BL) for _, labels_BL in micro_batches)
+        # Every token of the step weighs the same, in the language loss as in the balance losses.
+        set_token_weight(self.model, 1 / num_tokens)
+        total_loss = torch.zeros((), device=self.device)
+        for tokens_BL, labels_BL in micro_batches:
+            loss = self.loss_sum(self.model(tokens_BL), labels_BL) / num_tokens
+            loss.backward()
+            total_loss += loss.detach()
+
+        grad_norm = clip_gradients(self.model.parameters(), config.training.max_grad_norm)
+        if not torch.isfinite(total_loss + grad_norm):
+            raise diverged(config, step, f"the loss is {total_loss.item()} and the gradient norm {grad_norm.item()}")
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        count_by_layer = update_expert_bias(self.model)
+        return {
+            "step": step,
+            "loss": total_loss.item(),
+            "balance_loss": take_balance_loss(self.model),
+            "grad_norm": grad_norm.item(),
+            "lr": lr,
+            "num_tokens": num_tokens,
+            "expert_load": {name: count_E.tolist() for name, count_E in count_by_layer.items()},
+        }
+
+    def micro_batches(self, step: int) -> list[tuple[Tensor, Tensor]]:
+        """The step's sequences as tokens (B, L) and labels (B, L)."""
+        size = self.config.training.local_batch_size
+        first = (step - 1) * self.global_batch_size
+        batches = [self.data.train.batch(first + done, size) for done in range(0, self.global_batch_size, size)]
+        return [(tokens_BL.to(self.device), labels_BL.to(self.device)) for tokens_BL, labels_BL in batches]
+
+    @torch.no_grad()
+    def validation_loss(self) -> float | None:
+        """The mean loss per held-out token, or None if nothing is held out."""
+        metrics = self.config.metrics
+        if self.data.validation is None or not metrics.validation_batches:
+            return None
+        self.model.eval()
+        total, num_tokens = 0.0, 0
+        size = self.config.training.local_batch_size
+        for tokens_BL, labels_BL in self.data.validation.batches(size, metrics.validation_batches):
+            tokens_BL, labels_BL = tokens_BL.to(self.device), labels_BL.to(self.device)
+            total += self.loss_sum(self.model(tokens_BL), labels_BL).item()
+            num_tokens += count_real_tokens(labels_BL)
+        self.model.train()
+        return total / num_tokens
+
+    def sample(self) -> str:
+        """Text that the model writes after metrics.sample_prompt."""
+        config = self.config
+        tokenizer = self.data.tokenizer
+        prompt = [tokenizer.boundary_id, *tokenizer.encode(config.metrics.sample_prompt).tolist()]
+        # Token by token the length grows: compiling for that takes longer than it saves.
+        with torch.compiler.set_stance("force_eager"):
+            tokens_BL = generate(
+                self.model,
+                torch.tensor([prompt], device=self.device),
+                config.metrics.sample_tokens,
+                temperature=config.metrics.sample_temperature,
+                generator=torch.Generator().manual_seed(config.training.seed),
+                max_context=config.training.seq_len,
+            )
+        return tokenizer.decode(tokens_BL[0].tolist())
+
+
+def make_trainer(config: RunConfig[Any]) -> Trainer:
+    """Read the data, build the model with its seeded weights, and everything else a step needs."""
+    training, compile_ = config.training, config.compile
+    device = pick_device()
+    if training.threads:
+        torch.set_num_threads(training.threads)
+    torch.use_deterministic_algorithms(config.debug.deterministic)
+    torch.manual_seed(training.seed)
+
+    data = open_data(config.data, training.seq_len, training.seed)
+    if data.tokenizer.vocab_size > config.model.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {data.tokenizer.vocab_size} tokens, more than --model.vocab_size"
+            f" {config.model.vocab_size}: raise that to at least {data.tokenizer.vocab_size}"
+        )
+    with torch.device("meta"):
+        model = config.model.build()
+    model.to_empty(device=device)
+    initialize(model, training.seed)
+    model.compute_dtype = getattr(torch, training.dtype)
+    loss_sum: Callable[[Tensor, Tensor], Tensor] = cross_entropy_sum
+    if compile_.enable and "model" in compile_.parts:
+        apply_compile(model, compile_.backend)
+    if compile_.enable and "loss" in compile_.parts:
+        loss_sum = compile_function(cross_entropy_sum, compile_.backend)
+    return Trainer(config, device, data, model, build_optimizer(model, config.optimizer), loss_sum)
+
+
+def train(module: str, config_name: str, config: RunConfig[Any]) -> Path:
+    """Run the whole job and return its folder: config.json, metrics.jsonl and, if asked for, checkpoints."""
+    folder = Path(config.job.dump_folder)
+    with Progress(config.training.steps) as progress:
+        trainer = make_trainer(config)
+        make_folder(folder)
+        checkpoints = Checkpoints(folder, config.checkpoint.interval, config.checkpoint.keep_latest_k)
+        done_steps, tokens_seen = resume(trainer, checkpoints) if config.checkpoint.enable else (0, 0)
+        config_io.save(folder / "config.json", module, config_name, config)
+        describe(progress, config_name, trainer, done_steps)
+        with MetricsWriter(folder, resume_from_step=done_steps or None) as metrics:
+            run_steps(trainer, checkpoints, metrics, progress, done_steps, tokens_seen)
+    if config.metrics.sample_tokens:
+        started = time.perf_counter()
+        text = trainer.sample()
+        progress.log(f"\nsample ({time.perf_counter() - started:.1f} s):\n{text}\n")
+    progress.log(f"run folder: {folder}")
+    return folder
+
+
+def run_steps(
+    trainer: Trainer,
+    checkpoints: Checkpoints,
+    metrics: MetricsWriter,
+    progress: Progress,
+    done_steps: int,
+    tokens_seen: int,
+) -> None:
+    config = trainer.config
+    last_step = min(config.debug.stop_after or config.training.steps, config.training.steps)
+    throughput = Throughput()
+    for step in range(done_steps + 1, last_step + 1):
+        record = trainer.step(step)
+        tokens_seen += record["num_tokens"]
+        throughput.add(record.pop("num_tokens"))
+
+        validation_loss = None
+        every = config.metrics.validation_interval
+        if step == last_step or (every and step % every == 0):
+            with throughput.paused():
+                validation_loss = trainer.validation_loss()
+        if step == last_step or step % config.metrics.log_interval == 0 or validation_loss is not None:
+            record |= {
+                "tokens_per_second": throughput.read(),
+                "tokens_seen": tokens_seen,
+                "peak_memory_bytes": peak_memory_bytes(trainer.device),
+            }
+            if validation_loss is not None:
+                record["validation_loss"] = validation_loss
+            metrics.write(record)
+            loads = [routing_statistics(rows)["load"] for rows in record["expert_load"].values()]
+            progress.update(
+                step,
+                loss=record["loss"],
+                tokens_per_second=record["tokens_per_second"],
+                memory_bytes=record["peak_memory_bytes"],
+                expert_load=max(loads, default=None),
+                validation_loss=validation_loss,
+                grad_norm=record["grad_norm"],
+                lr=record["lr"],
+            )
+        if validation_loss is not None and not math.isfinite(validation_loss):
+            raise diverged(config, step, f"the validation loss is {validation_loss}")
+        # After its line of metrics: a run that is killed in between writes the step again, and none is missing.
+        if config.checkpoint.enable and checkpoints.is_due(step, last_step):
+            with throughput.paused():
+                checkpoints.save(step, trainer.model, trainer.optimizer, {"tokens_seen": tokens_seen})
+
+
+def diverged(config: RunConfig[Any], step: int, what: str) -> ValueError:
+    return ValueError(
+        f"step {step}: {what}. Try a lower --optimizer.lr (now {config.optimizer.lr})"
+        " or a longer --lr_scheduler.warmup_steps"
+    )
+
+
+def make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"job.dump_folder {folder}: can't make this folder: {error.strerror}") from None
+
+
+def resume(trainer: Trainer, checkpoints: Checkpoints) -> tuple[int, int]:
+    """Go on from the newest checkpoint, if there is one; returns the steps done and the tokens seen."""
+    step = checkpoints.latest()
+    if step is None:
+        return 0, 0
+    extra = checkpoints.load(step, trainer.model, trainer.optimizer)
+    return step, extra["tokens_seen"]
+
+
+def describe(progress: Progress, config_name: str, trainer: Trainer, done_steps: int) -> None:
+    """Say in a few lines what is about to run."""
+    model, training, data = trainer.config.model, trainer.config.training, trainer.data
+    total, active = model.num_params() / 1e6, model.num_active_params() / 1e6
+    progress.log(f"{config_name}: {total:.2f}M parameters, {active:.2f}M active, {training.dtype} on {trainer.device}")
+    progress.log(f"data: {data.num_tokens / 1e6:.1f}M tokens in {data.num_documents} documents")
+    tokens = trainer.global_batch_size * training.seq_len
+    progress.log(f"{training.steps} steps of {tokens} tokens, {torch.get_num_threads()} threads")
+    if done_steps:
+        progress.log(f"going on from the checkpoint of step {done_steps}")

@@ -1,0 +1,3 @@
+from spurline.testing.pytest_plugin import ranks
+
+__all__ = ["ranks"]

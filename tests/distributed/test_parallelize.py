@@ -1,0 +1,96 @@
+"""What parallelize_moe makes of a layer, and what it refuses: on every rank, with nobody left waiting."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from spurline import MoE, MoEConfig, parallelize_moe
+from spurline.testing import RankPool
+
+CONFIG = MoEConfig(dim=8, hidden_dim=8, num_experts=8, top_k=2, num_shared_experts=1, check_exchange=True)
+
+
+def describe(rank: int) -> dict[str, object]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    torch.manual_seed(0)
+    moe = MoE(CONFIG)
+    before = {name: p.detach().clone() for name, p in moe.named_parameters()}
+    assert parallelize_moe(moe, mesh["ep"]) is moe
+    experts = dict(moe.experts.named_parameters())
+    assert all(isinstance(p, DTensor) and p.placements == (Shard(0),) for p in experts.values())
+    assert all(p.to_local().shape[0] == 4 for p in experts.values())
+    assert not any(isinstance(p, DTensor) for n, p in moe.named_parameters() if not n.startswith("experts."))
+    for name, p in moe.named_parameters():
+        assert torch.equal(p.full_tensor() if isinstance(p, DTensor) else p, before[name])
+    return {"names": list(before) == [name for name, _ in moe.named_parameters()], "state": sorted(moe.state_dict())}
+
+
+def test_expert_weights_become_sharded_and_nothing_else_changes(ranks: RankPool) -> None:
+    for result in ranks.run(describe, 4):
+        assert result["names"]
+        assert "experts.w1_EFD" in result["state"]
+
+
+def attempt(rank: int, what: str) -> str:
+    world = dist.get_world_size()
+    config, mesh, sequence, dtype = CONFIG, None, None, torch.float32
+    if what == "experts not divisible":
+        config = dataclasses.replace(CONFIG, num_experts=6)
+    elif what == "two axes":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    elif what == "world not divisible":
+        group_of_three = torch.distributed.device_mesh.DeviceMesh("cpu", [0, 1, 2])
+        mesh, config = group_of_three, dataclasses.replace(CONFIG, num_experts=6)
+    elif what == "not a mesh":
+        mesh = dist.group.WORLD
+    elif what == "sequence outside":
+        both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sp", "ep"))
+        mesh, sequence = both["ep"], both["sp"]
+    elif what == "other config":
+        config = dataclasses.replace(CONFIG, route_scale=2.0 if rank == 2 else 1.0)
+    elif what == "other dtype":
+        dtype = torch.float64 if rank == 3 else torch.float32
+    elif what == "other shape":
+        config = dataclasses.replace(CONFIG, hidden_dim=16 if rank == 1 else 8)
+    elif what == "dtype of grouped_mm":
+        config, dtype = dataclasses.replace(CONFIG, experts_backend="grouped_mm"), torch.float64
+    elif what == "unequal counts for bmm":
+        config = dataclasses.replace(CONFIG, experts_backend="bmm")
+    mesh = init_device_mesh("cpu", (world,)) if mesh is None else mesh
+    torch.manual_seed(0)
+    try:
+        moe = parallelize_moe(MoE(config).to(dtype), mesh, sequence, layer="layers.1.moe")
+        moe(torch.randn(5, 8, dtype=dtype, generator=torch.Generator().manual_seed(rank)))
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("experts not divisible", "degree 4 does not divide num_experts 6; with 4 ranks, degrees that do: 1, 2"),
+        ("two axes", "ep_mesh must have one axis, got 2 (axes dp, ep): pick one, as in mesh['ep']"),
+        ("not a mesh", "ep_mesh must be a DeviceMesh, got ProcessGroup"),
+        ("sequence outside", "share this rank's sequence but are not in ep_mesh"),
+        ("other config", "layers.1.moe: ranks disagree on config.route_scale: it is 1.0 on rank 0, 2.0 on rank 2"),
+        ("other dtype", "ranks disagree on experts.w1_EFD: it is '(8, 8, 8) torch.float32' on rank 0,"),
+        ("other shape", "ranks disagree on config.hidden_dim: it is 8 on rank 0, 16 on rank 1"),
+        ("dtype of grouped_mm", "not torch.float64 with dim 8 and hidden_dim 8: choose 'loop' or 'auto'"),
+        ("unequal counts for bmm", "needs the same number of rows for every expert, but they get"),
+    ],
+)  # fmt: skip
+def test_impossible_layers_are_refused_on_every_rank(ranks: RankPool, what: str, words: str) -> None:
+    for message in ranks.run(attempt, 4, what, timeout=30):
+        assert words in message
+
+
+def test_a_degree_that_does_not_divide_the_world(ranks: RankPool) -> None:
+    *inside, outside = ranks.run(attempt, 4, "world not divisible", timeout=30)
+    for message in inside:
+        assert message == "expert parallel degree 3 does not divide the 4 ranks there are"
+    assert outside == "ep_mesh covers ranks [0, 1, 2], but not this one, rank 3"

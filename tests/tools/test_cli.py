@@ -1,0 +1,71 @@
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from spurline import __version__
+from spurline.cli import COMMANDS
+
+WITHOUT_TORCH = """
+import contextlib, io, sys
+from spurline.cli import main
+
+preset = "--module deepseek_v3 --config deepseek_v3_debugmodel"
+heavy = lambda: {"torch", "numpy"} & sys.modules.keys()
+with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+    main(["--help"])
+    assert "tyro" not in sys.modules and "rich" not in sys.modules
+    for command in ("configs", "train --help", f"train {preset} --help", f"train {preset} --dry-run", "train"):
+        with contextlib.suppress(SystemExit):
+            main(command.split())
+        assert not heavy(), (command, heavy())
+print("done")
+"""
+
+
+@pytest.mark.parametrize("argv", [[], ["-h"], ["--help"], ["help"]])
+def test_help_lists_every_command_with_its_summary(spurline, argv):
+    code, out, err = spurline(*argv)
+    assert (code, err) == (0, "")
+    for name, (summary, _) in COMMANDS.items():
+        assert re.search(rf"^  {name} +{re.escape(summary)}$", out, re.MULTILINE)
+    assert "spurline train --module" in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_version(spurline):
+    assert spurline("--version") == (0, f"spurline {__version__}\n", "")
+
+
+def test_misspelled_command_suggests_the_nearest(spurline):
+    assert spurline("trian") == (2, "", "spurline: no such command 'trian'. Did you mean train?\n")
+
+
+def test_unlike_command_lists_what_there_is(spurline):
+    assert spurline("xyz") == (2, "", "spurline: no such command 'xyz'. Commands: " + ", ".join(COMMANDS) + "\n")
+
+
+def test_help_configs_dry_run_and_errors_leave_torch_alone(tmp_path):
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("done\n", "")
+
+
+def test_runs_as_a_module_with_its_exit_code():
+    done = subprocess.run(
+        [sys.executable, "-m", "spurline", "configs", "--module", "x"], capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("spurline configs: --module: there is no 'x'.")
+
+
+@pytest.mark.parametrize("argv", [["configs"], ["train", "--help"]])
+def test_reader_that_closed_the_pipe_is_no_traceback(argv):
+    reading_end, writing_end = os.pipe()
+    os.close(reading_end)
+    command = [sys.executable, "-m", "spurline", *argv]
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(command, stdout=writing_end, stderr=subprocess.PIPE, text=True, env=buffered)
+    os.close(writing_end)
+    assert (done.returncode, done.stderr) == (141, "")

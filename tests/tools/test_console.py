@@ -1,0 +1,38 @@
+import pytest
+
+from spurline.tools.console import complain, human, human_flops
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0, "0"),
+        (842, "842"),
+        (999.4, "999"),
+        (999.5, "1K"),
+        (3_683_200, "3.68M"),
+        (999_499, "999K"),
+        (999_500, "1M"),
+        (9.41e9, "9.41B"),
+        (1.04e12, "1.04T"),
+        (5e15, "5e+03T"),
+    ],
+)
+def test_human_keeps_three_digits(number, text):
+    assert human(number) == text
+
+
+def test_flops_have_metric_prefixes():
+    assert human_flops(842) == "842 FLOP"
+    assert human_flops(50.2e9) == "50.2 GFLOP"
+    assert human_flops(3.3e24) == "3.3 YFLOP"
+
+
+def test_one_problem_is_one_line(capsys):
+    assert complain("spurline train", ["no luck"]) == 2
+    assert capsys.readouterr() == ("", "spurline train: no luck\n")
+
+
+def test_several_problems_are_counted_and_indented(capsys):
+    assert complain("spurline train", ["a", "b"]) == 2
+    assert capsys.readouterr().err == "spurline train: 2 problems\n  a\n  b\n"

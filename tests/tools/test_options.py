@@ -1,0 +1,303 @@
+import json
+import os
+from dataclasses import replace
+
+import pytest
+
+from spurline.config import Parallelism, RunConfig
+from spurline.config_io import ConfigError, save
+from spurline.models import family_configs, family_names
+from spurline.models.deepseek_v3.configs import deepseek_v3_debugmodel
+from spurline.tools.options import folder_problems, resolve, world_problems
+
+PRESET = ["--module", "deepseek_v3", "--config", "deepseek_v3_debugmodel"]
+FOLDER = "outputs/deepseek_v3_debugmodel"
+
+
+@pytest.fixture(autouse=True)
+def _alone_in_an_empty_folder(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+
+def resolved(*options: str) -> RunConfig:
+    return resolve([*PRESET, *options]).run_config
+
+
+def test_preset_is_taken_as_it_is_but_for_the_folder():
+    command = resolve(PRESET)
+    assert (command.module, command.config, command.dry_run) == ("deepseek_v3", "deepseek_v3_debugmodel", False)
+    preset = deepseek_v3_debugmodel()
+    assert command.run_config == replace(preset, job=replace(preset.job, dump_folder=FOLDER))
+
+
+def test_options_change_the_preset():
+    config = resolved("--training.seq_len", "64", "--model.moe.top-k=3", "--lr-scheduler.warmup-steps", "2")
+    assert (config.training.seq_len, config.model.moe.top_k, config.lr_scheduler.warmup_steps) == (64, 3, 2)
+    assert config.training.steps == deepseek_v3_debugmodel().training.steps
+
+
+def test_flags_switch_on_and_off():
+    assert resolved("--compile.enable").compile.enable
+    assert resolved("--model.moe.route_norm").model.moe.route_norm
+    assert not resolved("--model.moe.no_route_norm").model.moe.route_norm
+    assert not resolved("--model.moe.no-route-norm").model.moe.route_norm
+
+
+@pytest.mark.parametrize("dry_run", ["--dry-run", "--dry_run"])
+def test_dry_run_with_hyphen_or_underscore(dry_run):
+    assert resolve([*PRESET, dry_run]).dry_run
+
+
+@pytest.mark.parametrize("folder", ["here", "a/b/c"])
+def test_folder_that_was_asked_for_is_kept(folder):
+    assert resolved("--job.dump_folder", folder).job.dump_folder == folder
+
+
+def test_empty_folder_means_the_default_one():
+    assert resolved("--job.dump_folder=").job.dump_folder == FOLDER
+
+
+def test_all_problems_are_told_together(problems):
+    assert problems(
+        *("--training.stepz", "10", "--training.seq_len", "abc", "--training.dtype", "int8", "--seed", "1"),
+        *("--model.moe.top_k", "9", "--optimizer.lr", "nan", "--training.local_batch_size", "0"),
+        *("--data.path", "/does/not/exist", "--training.max_grad_norm"),
+    ) == [
+        "--training.stepz: no such option. Did you mean --training.steps?",
+        "--training.seq_len: 'abc' is not an integer",
+        "--training.dtype: 'int8' is not one of float32, bfloat16",
+        "--seed: no such option. Did you mean --training.seed?",
+        "--training.max_grad_norm: needs a value, a number",
+        "training.local_batch_size must be at least 1, got 0",
+        "optimizer.lr must be a finite number, got nan",
+        *resolve_problems("--model.moe.top_k", "9"),
+        *resolve_problems("--data.path", "/does/not/exist"),
+    ]
+
+
+def resolve_problems(*options: str) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        resolve([*PRESET, *options])
+    return error.value.problems
+
+
+def test_too_many_experts_a_token(problems):
+    (problem,) = problems("--model.moe.top_k", "9")
+    assert problem.startswith("model.moe.top_k 9 is larger than num_experts 8")
+
+
+def test_groups_that_do_not_divide_the_experts(problems):
+    assert problems("--model.moe.num_groups", "3") == ["model.moe.num_groups 3 does not divide num_experts 8"]
+
+
+def test_missing_data_path(problems):
+    (problem,) = problems("--data.path", "/does/not/exist")
+    assert problem.startswith("data.path")
+    assert "/does/not/exist" in problem
+
+
+def test_data_folder_without_a_file(problems, tmp_path):
+    (tmp_path / "nothing").mkdir()
+    (problem,) = problems("--data.path", "nothing")
+    assert problem.startswith("data.")
+
+
+def test_run_folder_below_a_file(problems, tmp_path):
+    (tmp_path / "file").write_text("")
+    below = f"job.dump_folder file/run: {tmp_path / 'file'} is a file, not a folder"
+    assert problems("--job.dump_folder", "file/run") == [below]
+    assert problems("--job.dump_folder", "file") == [below.replace("file/run", "file")]
+
+
+def test_run_folder_without_permission(problems, monkeypatch, tmp_path):
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: str(path) != str(tmp_path / "locked")
+    )  # root may write anywhere
+    (tmp_path / "locked").mkdir()
+    expected = f"job.dump_folder locked/run: no permission to write to {tmp_path / 'locked'}"
+    assert problems("--job.dump_folder", "locked/run") == [expected]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_read_only_folder_is_seen(tmp_path):
+    tmp_path.chmod(0o555)
+    assert len(folder_problems(str(tmp_path / "run"))) == 1
+
+
+def test_nothing_given_says_what_is_missing(spurline):
+    code, out, err = spurline("train")
+    assert (code, out) == (2, "")
+    assert err.splitlines() == [
+        "spurline train: 2 problems",
+        f"  --module is missing. Choose from: {', '.join(family_names())}",
+        "  --config is missing: `spurline configs` lists what there is",
+    ]
+
+
+def test_missing_config_lists_the_familys(spurline):
+    listed = ", ".join(sorted(family_configs("deepseek_v3")))
+    expected = f"spurline train: --config is missing. Choose from: {listed}\n"
+    assert spurline("train", "--module", "deepseek_v3") == (2, "", expected)
+
+
+def test_unknown_module_suggests_and_other_problems_are_told_too(spurline):
+    code, _, err = spurline(
+        "train", "--module", "deepsek_v3", "--config", "c", "--training.steps", "x", "--model.dim", "4"
+    )
+    assert code == 2
+    assert err.splitlines() == [
+        "spurline train: 2 problems",
+        f"  --module: there is no 'deepsek_v3'. Did you mean deepseek_v3? Choose from: {', '.join(family_names())}",
+        "  --training.steps: 'x' is not an integer",
+    ]
+
+
+def test_unknown_config_suggests(spurline):
+    code, _, err = spurline("train", "--module", "deepseek_v3", "--config", "deepseek_v3_debug")
+    assert code == 2
+    assert "--config: there is no 'deepseek_v3_debug'. Did you mean deepseek_v3_debugmodel?" in err
+
+
+def test_general_help_needs_no_preset(spurline):
+    code, out, err = spurline("train", "--help")
+    assert (code, err) == (0, "")
+    assert "spurline train --module M --config C --help" in out
+    assert "--training.seq_len INT" in out
+    assert "outputs/<config>" in out
+    assert "--model.dim" not in out
+    order = [out.index(f"{name} options") for name in ("training", "parallelism", "debug")]
+    assert order == sorted(order)
+
+
+def test_help_of_a_preset_shows_its_values(train, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = train("--help")
+    assert code == 0
+    assert "values below are those of the preset deepseek_v3_debugmodel" in out
+    assert f"(default: {deepseek_v3_debugmodel().training.steps})" in out
+    assert "--model.moe.top_k INT" in out
+    assert out.index("training options") < out.index("model options")
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_help_of_an_unknown_preset_is_an_error(spurline):
+    code, out, err = spurline("train", "--module", "deepseek_v3", "--config", "nope", "--help")
+    assert (code, out) == (2, "")
+    assert "--config: there is no 'nope'" in err
+
+
+@pytest.fixture
+def file():
+    save("run.json", "deepseek_v3", "deepseek_v3_debugmodel", resolved("--training.steps", "7", "--compile.enable"))
+    return "run.json"
+
+
+def test_file_gives_the_run_back(file):
+    command = resolve(["--config-file", file])
+    assert (command.module, command.config) == ("deepseek_v3", "deepseek_v3_debugmodel")
+    assert command.run_config == resolved("--training.steps", "7", "--compile.enable")
+
+
+def test_options_apply_on_top_of_a_file(file):
+    config = resolve(["--config-file", file, "--training.seed", "5", "--compile.no_enable"]).run_config
+    assert (config.training.steps, config.training.seed, config.compile.enable) == (7, 5, False)
+
+
+def test_file_may_be_named_with_its_own_module_and_config(file):
+    assert resolve([*PRESET, "--config-file", file]).run_config.training.steps == 7
+
+
+def test_file_of_another_preset_is_refused(file, spurline):
+    code, _, err = spurline("train", "--config-file", file, "--module", "llama", "--config", "c")
+    assert code == 2
+    assert err.splitlines()[1:] == [
+        "  --module llama: run.json is of module deepseek_v3, leave --module out",
+        "  --config c: run.json is of config deepseek_v3_debugmodel, leave --config out",
+    ]
+
+
+def test_problems_of_the_file_and_of_the_options_are_told_together(file, spurline, tmp_path):
+    content = json.loads((tmp_path / file).read_text())
+    content["training"]["steps"] = "many"
+    (tmp_path / file).write_text(json.dumps(content))
+    code, _, err = spurline("train", "--config-file", file, "--training.seed", "x")
+    assert code == 2
+    assert err.splitlines()[1:] == [
+        '  run.json: training.steps: "many" is not an integer',
+        "  --training.seed: 'x' is not an integer",
+    ]
+
+
+def test_help_on_a_file_shows_its_values(file, spurline):
+    code, out, _ = spurline("train", "--config-file", file, "--help")
+    assert code == 0
+    assert "those of run.json" in out
+    assert "(default: 7)" in out
+
+
+def with_degrees(**degrees: int) -> RunConfig:
+    named = {f"{name}_degree": degree for name, degree in degrees.items()}
+    return replace(deepseek_v3_debugmodel(), parallelism=Parallelism(**named))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "degrees"),
+    [
+        (1, {}),
+        (8, {}),
+        (8, {"tensor_parallel": 2}),
+        (8, {"data_parallel_replicate": 2, "data_parallel_shard": 2, "tensor_parallel": 2}),
+        (8, {"expert_parallel": 4, "expert_tensor_parallel": 2}),
+        (8, {"data_parallel_replicate": 2, "expert_parallel": 4}),
+        (8, {"tensor_parallel": 2, "expert_parallel": 8}),
+    ],
+)
+def test_degrees_that_fit(world_size, degrees):
+    assert world_problems(with_degrees(**degrees), world_size) == []
+
+
+@pytest.mark.parametrize(
+    ("world_size", "degrees", "problem"),
+    [
+        (
+            8,
+            {"data_parallel_shard": 3},
+            "data_parallel_replicate_degree 1 x data_parallel_shard_degree 3 x tensor_parallel_degree 1 = 3,"
+            " but the number of ranks is 8",
+        ),
+        (
+            8,
+            {"tensor_parallel": 3},
+            "data_parallel_replicate_degree 1 x data_parallel_shard_degree 2 x tensor_parallel_degree 3 = 6,"
+            " but the number of ranks is 8",
+        ),
+        (
+            1,
+            {"data_parallel_replicate": 2},
+            "data_parallel_replicate_degree 2 x data_parallel_shard_degree 1 x tensor_parallel_degree 1 = 2,"
+            " but the number of ranks is 1 (torchrun starts more)",
+        ),
+        (
+            8,
+            {"data_parallel_replicate": 2, "expert_parallel": 4, "expert_tensor_parallel": 2},
+            "expert_parallel_degree 4 x expert_tensor_parallel_degree 2 = 8 does not divide"
+            " data_parallel_shard_degree 4 x tensor_parallel_degree 1 = 4; the number of ranks is 8",
+        ),
+    ],
+)
+def test_degrees_that_do_not_fit_are_spelled_out(world_size, degrees, problem):
+    assert world_problems(with_degrees(**degrees), world_size) == [f"parallelism: {problem}"]
+
+
+def test_world_size_comes_from_the_environment(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert resolved("--parallelism.expert_parallel_degree", "4").parallelism.expert_parallel_degree == 4
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert len(resolve_problems("--parallelism.expert_parallel_degree", "4")) == 1
+
+
+def test_invalid_degree_is_told_without_arithmetic(problems):
+    assert problems("--parallelism.tensor_parallel_degree", "0") == [
+        "parallelism.tensor_parallel_degree must be positive, got 0"
+    ]
