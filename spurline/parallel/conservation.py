@@ -10,6 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 
+_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+
+
 class ConservationError(RuntimeError):
     """Rows got lost, were invented or changed places between two ranks."""
 
@@ -56,10 +59,12 @@ def _gather_pairs(sent_and_received: Tensor, group: dist.ProcessGroup) -> tuple[
 
 def _checksum_by_rank(rows_RD: Tensor, split_P: list[int]) -> Tensor:
     """(R, D) -> (P,): a number for each rank's rows that changes when a bit, a row or the order of rows changes."""
-    bits_RB = rows_RD.contiguous().view(torch.uint8).flatten(1).to(torch.int64)
+    row_bytes = rows_RD.shape[1:].numel() * rows_RD.itemsize
+    word = next(dtype for dtype in _WORDS if row_bytes % dtype.itemsize == 0)  # the wider, the fewer to multiply
+    word_RW = rows_RD.contiguous().flatten(1).view(word).to(torch.int64)
     # Odd multipliers that differ by place; int64 arithmetic wraps around, on every rank alike.
-    column_B = torch.arange(bits_RB.shape[1], device=rows_RD.device) * 0x9E3779B1 + 0x85EBCA77
-    row_R = (bits_RB * (column_B | 1)).sum(1)
+    column_W = torch.arange(word_RW.shape[1], device=rows_RD.device) * 0x9E3779B1 + 0x85EBCA77
+    row_R = (word_RW * (column_W | 1)).sum(1)
     parts = row_R.split(split_P)
     place = [torch.arange(1, len(part) + 1, device=rows_RD.device) * 0xC2B2AE3D for part in parts]
     return torch.stack([(part * (p | 1)).sum() for part, p in zip(parts, place, strict=True)])
