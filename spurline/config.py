@@ -8,7 +8,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from spurline.parallel.degrees import ParallelFacts
 
 
 class ModelConfig(Protocol):
@@ -24,6 +27,8 @@ class ModelConfig(Protocol):
     def num_active_params(self) -> int: ...
 
     def flops_per_token(self, seq_len: int) -> int: ...
+
+    def parallel_facts(self) -> ParallelFacts: ...
 
     def with_forced_balance(self) -> ModelConfig: ...
 
@@ -166,6 +171,15 @@ class Compile:
 
 
 @dataclass(frozen=True)
+class ActivationCheckpoint:
+    mode: Literal["none", "full", "selective"] = "none"
+    """What a block computes again in the backward pass to save memory: nothing, all of it, or all that is cheap."""
+
+    def problems(self) -> list[str]:
+        return []
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     enable: bool = False
     """Write checkpoints, and go on from the newest one in the run folder."""
@@ -220,6 +234,8 @@ class Debug:
     """Send token-slot i to expert i % E, whatever the gate says."""
     deterministic: bool = False
     """Refuse operations that may differ from run to run."""
+    fsdp_two_calls: bool = False
+    """Shard experts by an FSDP2 call of their own, as PyTorch builds without per-parameter meshes need it."""
     stop_after: int = 0
     """End cleanly after this step, as if interrupted, with the schedule of the full run (0 = off)."""
 
@@ -243,6 +259,7 @@ class RunConfig(Generic[M]):
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
     parallelism: Parallelism = field(default_factory=Parallelism)
     compile: Compile = field(default_factory=Compile)
+    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     data: Data = field(default_factory=Data)
     metrics: Metrics = field(default_factory=Metrics)

@@ -11,6 +11,7 @@ from spurline.moe.config import MoEConfig
 from spurline.moe.dispatch.plan import make_dispatcher
 from spurline.moe.experts import Experts
 from spurline.moe.router import Router
+from spurline.parallel.local import local
 from spurline.parallel.sequence_parallel import SequenceParallel
 
 
@@ -30,7 +31,7 @@ class SharedExperts(nn.Module):
         nn.init.trunc_normal_(tensor, std=std, a=-3 * std, b=3 * std, generator=generator)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        w1_FD, w3_FD, w2_DF = (w.to(x_TD.dtype) for w in (self.w1_FD, self.w3_FD, self.w2_DF))
+        w1_FD, w3_FD, w2_DF = (local(w).to(x_TD.dtype) for w in (self.w1_FD, self.w3_FD, self.w2_DF))
         return F.linear(F.silu(F.linear(x_TD, w1_FD)) * F.linear(x_TD, w3_FD), w2_DF)
 
 
@@ -82,6 +83,7 @@ class MoE(nn.Module):
             y_TD = plan.combine(rows_RD)
         else:
             # What the shared experts return may be built on: unless it is the input, or a weight, in another guise.
-            keep = chain([x_TD], self.shared_experts.parameters(), self.shared_experts.buffers())
+            weights = chain(self.shared_experts.parameters(), self.shared_experts.buffers())
+            keep = chain([x_TD], (local(weight) for weight in weights))
             y_TD = plan.combine(rows_RD, onto_TD=self.shared_experts(x_TD), keep=keep)
         return y_TD.view(x.shape)

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from spurline.moe.balance import attach_loss, balance_loss, count_rows_by_sequence
 from spurline.moe.config import MoEConfig
 from spurline.moe.ops.record import record
+from spurline.parallel.local import local
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Router(nn.Module):
         config = self.config
         # At least fp32: a model in fp64 keeps its precision.
         dtype = torch.promote_types(x_TD.dtype, torch.float32)
-        logit_TE = F.linear(x_TD.to(dtype), self.gate_ED.to(dtype))
+        logit_TE = F.linear(x_TD.to(dtype), local(self.gate_ED).to(dtype))
         score_TE = logit_TE.softmax(-1) if config.score_func == "softmax" else logit_TE.sigmoid()
 
         host_count_E = None

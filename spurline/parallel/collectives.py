@@ -76,6 +76,12 @@ class _AllReduceSum(Function):
         return grad, None
 
 
+@torch.no_grad()
+def all_reduce_max(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The largest over ranks, on every rank. Has no gradient."""
+    return x if _size(group) == 1 else _wait(_ops.all_reduce(x.contiguous(), "max", group.group_name))
+
+
 def copy_to_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The identity, for a tensor that all ranks have and each uses in its own way. Mirror: the sum over ranks."""
     return x if _size(group) == 1 else _CopyToGroup.apply(x, group)

@@ -15,12 +15,12 @@ R = TypeVar("R")
 _RECOMPILE_LIMIT = 64
 
 
-def apply_compile(model: nn.Module, backend: str = "inductor") -> None:
+def apply_compile(model: nn.Module, backend: str = "inductor", fullgraph: bool = True) -> None:
     """Compile each block of model.layers in place, as one graph; calling it again changes nothing."""
     _check_backend(backend)
     for block in model.layers.values():  # type: ignore[operator]
         if block._compiled_call_impl is None:
-            block.compile(backend=backend, fullgraph=True, recompile_limit=_RECOMPILE_LIMIT)
+            block.compile(backend=backend, fullgraph=fullgraph, recompile_limit=_RECOMPILE_LIMIT)
 
 
 def compile_function(function: Callable[P, R], backend: str = "inductor") -> Callable[P, R]:

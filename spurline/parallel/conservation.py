@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 

@@ -23,28 +23,31 @@ def parallelize_moe(
     *,
     layer: str = "moe",
     reduce_gradients: bool = True,
+    same_num_tokens: bool = True,
 ) -> MoE:
     """Spread moe's experts over the ranks of ep_mesh, in place; the same call then works across ranks. Returns moe.
 
     Every rank brings tokens of its own, as many as it likes. Expert weights become DTensors sharded over ep_mesh; the
-    rest stays as it is on every rank. `sequence` is a mesh of ranks that all bring the same (B, L, D) input: each
-    routes its share of the L positions, and all get the whole output.
+    rest stays as it is on every rank. A second axis of ep_mesh, named etp, splits the hidden width of each expert.
+    `sequence` is a mesh of ranks that all bring the same (B, L, D) input: each routes its share of the L positions, and
+    all get the whole output.
 
     Gradients are those of the sum of all ranks' losses; with `sequence`, whose ranks have one loss in common, that loss
     counts once. So the gradients of router and shared experts are summed over ep_mesh in each backward pass. Whoever
     reduces them elsewhere (FSDP2, DDP) switches that off with reduce_gradients=False.
 
-    `layer` is the name under which errors speak of this layer.
+    `layer` is the name under which errors speak of this layer. Forced balance relies on same_num_tokens: pass False
+    where the ranks may bring different numbers of tokens.
     """
-    group = _group_of(ep_mesh, "ep_mesh")
+    group, parts = _expert_group(ep_mesh)
     sequence_group = _group_of(sequence, "sequence") if sequence is not None else None
-    _refuse_impossible(moe.config, group, sequence_group)
+    _refuse_impossible(moe.config, group.size() // parts, parts, group, sequence_group)
     everyone = _same_on_all_ranks(moe, group, sequence_group, layer)
 
-    for name, parameter in list(moe.experts.named_parameters()):
-        sharded = distribute_tensor(parameter.detach(), ep_mesh, [Shard(0)], src_data_rank=None)
-        setattr(moe.experts, name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
-    moe.dispatcher = AllToAllDispatcher(moe.config, group, layer)
+    shard_experts(moe, ep_mesh)
+    moe.dispatcher = AllToAllDispatcher(
+        moe.config, group, layer, parts_per_expert=parts, same_num_tokens=same_num_tokens
+    )
     if sequence_group is not None:
         moe.sequence = SequenceParallel(sequence_group, [rank["sequence_rank"] for rank in everyone])
     moe.router.balance_group = sequence_group if moe.config.aux_loss == "sequence" else group
@@ -58,6 +61,23 @@ def parallelize_moe(
     return moe
 
 
+def shard_experts(moe: MoE, ep_mesh: DeviceMesh) -> None:
+    """Make the expert weights DTensors over ep_mesh: by expert, and by hidden width over a second axis."""
+    hidden_dims = {"w1_EFD": 1, "w3_EFD": 1, "w2_EDF": 2}
+    for name, parameter in list(moe.experts.named_parameters()):
+        placements = [Shard(0), Shard(hidden_dims[name])][: ep_mesh.ndim]
+        sharded = distribute_tensor(parameter.detach(), ep_mesh, placements, src_data_rank=None)
+        setattr(moe.experts, name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
+
+
+def _expert_group(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, int]:
+    """The group of all ranks that share experts, and into how many parts an expert's hidden width is split."""
+    names = getattr(mesh, "mesh_dim_names", None)
+    if isinstance(mesh, DeviceMesh) and mesh.ndim == 2 and names is not None and names[1] == "etp":
+        return mesh._flatten().get_group(), mesh.size(1)
+    return _group_of(mesh, "ep_mesh"), 1
+
+
 def _group_of(mesh: DeviceMesh, name: str) -> dist.ProcessGroup:
     if not isinstance(mesh, DeviceMesh):
         raise ValueError(f"{name} must be a DeviceMesh, got {type(mesh).__name__}")
@@ -69,14 +89,18 @@ def _group_of(mesh: DeviceMesh, name: str) -> dist.ProcessGroup:
     return mesh.get_group()
 
 
-def _refuse_impossible(config: MoEConfig, group: dist.ProcessGroup, sequence_group: dist.ProcessGroup | None) -> None:
-    E, ep, world = config.num_experts, group.size(), dist.get_world_size()
+def _refuse_impossible(
+    config: MoEConfig, ep: int, parts: int, group: dist.ProcessGroup, sequence_group: dist.ProcessGroup | None
+) -> None:
+    E, world = config.num_experts, dist.get_world_size()
     if E % ep:
         fitting = [d for d in range(1, E + 1) if E % d == 0 and world % d == 0]
         raise ValueError(
             f"expert parallel degree {ep} does not divide num_experts {E};"
             f" with {world} ranks, degrees that do: {', '.join(map(str, fitting))}"
         )
+    if config.hidden_dim % parts:
+        raise ValueError(f"expert tensor parallel degree {parts} does not divide hidden_dim {config.hidden_dim}")
     if world % ep:
         raise ValueError(f"expert parallel degree {ep} does not divide the {world} ranks there are")
     if sequence_group is not None:

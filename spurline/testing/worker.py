@@ -17,6 +17,7 @@ import torch._dynamo
 import torch._inductor.config
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from spurline.testing.messages import Call, Raised, Returned, World
 
@@ -73,6 +74,8 @@ def _join_world(rank: int, world: World) -> None:
 def _leave_world() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+        # It remembers meshes of the world that is gone, and takes those of the next one for the same.
+        _clear_sharding_prop_cache()
 
 
 def _answer(call: Call) -> Returned | Raised:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
 
 def complain(prog: str, problems: list[str]) -> int:
     """Tell the user on stderr everything that is wrong, a line each; returns the exit code of a wrong command."""
+    if os.environ.get("RANK", "0") != "0":
+        return 2  # under torchrun, all ranks find the same problems and the first one tells them
     if len(problems) == 1:
         print(f"{prog}: {problems[0]}", file=sys.stderr)
     else:

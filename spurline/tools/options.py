@@ -13,6 +13,7 @@ from spurline.config import Job, RunConfig
 from spurline.config_io import ConfigError, load, preset_problems
 from spurline.data import check_data
 from spurline.models import family_configs
+from spurline.parallel.degrees import degree_problems
 from spurline.tools.parsing import described, import_package, parse, split_options, wants_help
 
 PROG = "spurline train"
@@ -96,7 +97,8 @@ def run_problems(config: RunConfig[Any]) -> list[str]:
     """Everything that would keep a run with this config from starting on this machine."""
     found = config.problems() + check_data(config.data) + folder_problems(config.job.dump_folder)
     if not config.parallelism.problems():
-        found += world_problems(config, int(os.environ.get("WORLD_SIZE", "1")))
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        found += degree_problems(config.parallelism, world_size, model=config.model, training=config.training)
     return found
 
 
@@ -108,29 +110,6 @@ def folder_problems(folder: str) -> list[str]:
         return [f"job.dump_folder {folder}: {nearest} is a file, not a folder"]
     if not os.access(nearest, os.W_OK | os.X_OK):
         return [f"job.dump_folder {folder}: no permission to write to {nearest}"]
-    return []
-
-
-def world_problems(config: RunConfig[Any], world_size: int) -> list[str]:
-    """Why the parallel degrees, each of them valid by itself, don't make up `world_size` ranks."""
-    degrees = config.parallelism
-    replicate, shard = degrees.data_parallel_replicate_degree, degrees.data_parallel_shard_degree
-    tensor = degrees.tensor_parallel_degree
-    expert, expert_tensor = degrees.expert_parallel_degree, degrees.expert_tensor_parallel_degree
-    ranks = f"the number of ranks is {world_size}" + (" (torchrun starts more)" if world_size == 1 else "")
-    if shard == -1:
-        shard = max(1, world_size // (replicate * tensor))
-    if replicate * shard * tensor != world_size:
-        return [
-            f"parallelism: data_parallel_replicate_degree {replicate} x data_parallel_shard_degree {shard}"
-            f" x tensor_parallel_degree {tensor} = {replicate * shard * tensor}, but {ranks}"
-        ]
-    if shard * tensor % (expert * expert_tensor):
-        return [
-            f"parallelism: expert_parallel_degree {expert} x expert_tensor_parallel_degree {expert_tensor}"
-            f" = {expert * expert_tensor} does not divide data_parallel_shard_degree {shard}"
-            f" x tensor_parallel_degree {tensor} = {shard * tensor}; {ranks}"
-        ]
     return []
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 
 class Checkpoints:
-    """The checkpoints of one run, written and read by one process.
+    """The checkpoints of one run, written and read by all of its ranks together.
 
     A checkpoint is one flat dict: `model.<name>` is a parameter or a persistent buffer, `optimizer.<state>.<name>` what
     the optimizer keeps for a parameter, and `extra` is the caller's. The optimizer's settings (rate, betas, decay) are
@@ -41,13 +41,20 @@ class Checkpoints:
         """Write the checkpoint of `step`, then remove older ones until keep_latest_k stay (0: all stay)."""
         import torch.distributed.checkpoint as dcp
 
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._remove_temporaries()
+        with _first_rank_alone() as first:
+            if first:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self._remove_temporaries()
         # In a tuple, `extra` is stored as one object; a bare dict would become entries with names of their own.
         state = {**_model_tensors(model), **_optimizer_tensors(model, optimizer), "extra": (extra,)}
         with _quiet_about_one_process():
             dcp.save(state, checkpoint_id=self._temporary(step))
 
+        with _first_rank_alone() as first:
+            if first:
+                self._publish(step)
+
+    def _publish(self, step: int) -> None:
         # What has to go gets a temporary name first: a kill during the removal leaves nothing that passes for complete.
         if self._path(step).exists():
             self._path(step).rename(self._temporary(step, "replaced"))
@@ -158,6 +165,15 @@ def _load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, 
             "param_groups": optimizer.state_dict()["param_groups"],
         }
     )
+
+
+@contextmanager
+def _first_rank_alone() -> Iterator[bool]:
+    """Whether this is the rank that handles folders; the others wait for it at the end."""
+    distributed = torch.distributed.is_initialized()
+    yield not distributed or torch.distributed.get_rank() == 0
+    if distributed:
+        torch.distributed.barrier()
 
 
 @contextmanager

@@ -1,7 +1,12 @@
 """The language-model loss: a sum over real tokens, so that micro-batches and ranks simply add up."""
 
+from collections.abc import Callable
+from functools import partial
+
 import torch.nn.functional as F
 from torch import Tensor
+
+from spurline.parallel.tensor import TensorParallel
 
 IGNORE_INDEX = -100
 
@@ -11,6 +16,13 @@ def cross_entropy_sum(logits_BLV: Tensor, labels_BL: Tensor) -> Tensor:
     return F.cross_entropy(
         logits_BLV.flatten(0, 1).float(), labels_BL.flatten(), reduction="sum", ignore_index=IGNORE_INDEX
     )
+
+
+def make_loss_sum(tp: TensorParallel) -> Callable[[Tensor, Tensor], Tensor]:
+    """The loss for a model whose logits are split by vocabulary over the ranks of tp, if there are any."""
+    if tp.group is None:
+        return cross_entropy_sum
+    return partial(tp.cross_entropy_sum, ignore_index=IGNORE_INDEX)
 
 
 def count_real_tokens(labels_BL: Tensor) -> int:

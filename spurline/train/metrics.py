@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 
 class MetricsWriter:
@@ -21,8 +21,13 @@ class MetricsWriter:
     which the resumed run writes again.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], resume_from_step: int | None = None) -> None:
+    def __init__(
+        self, folder: str | os.PathLike[str], resume_from_step: int | None = None, enabled: bool = True
+    ) -> None:
         self.path = Path(folder) / "metrics.jsonl"
+        self._file: IO[str] | None = None
+        if not enabled:  # ranks other than the first
+            return
         if resume_from_step is not None and self.path.exists():
             _drop_lines_after(self.path, resume_from_step)
         mode = "w" if resume_from_step is None else "a"
@@ -31,10 +36,12 @@ class MetricsWriter:
     def write(self, record: Mapping[str, Any]) -> None:
         """Append `record`, which has a `step`; a number that isn't finite becomes null, as JSON has no word for it."""
         assert "step" in record, "a line of metrics needs its step"
-        self._file.write(json.dumps(_to_json(record), allow_nan=False) + "\n")
+        if self._file is not None:
+            self._file.write(json.dumps(_to_json(record), allow_nan=False) + "\n")
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
     def __enter__(self) -> MetricsWriter:
         return self

@@ -5,6 +5,8 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from spurline.config import LRScheduler, Optimizer
@@ -53,13 +55,33 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+@torch.no_grad()
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, group: ProcessGroup | None = None) -> Tensor:
     """Scale all gradients so that their joint norm is at most `max_norm` (0: leave them), and return the norm before.
 
-    A norm that isn't finite is returned, not raised: the caller decides what to do about such a step.
+    Gradients that are sharded over the ranks of `group` count in full, and the norm is the same on all of them. A norm
+    that isn't finite is returned, not raised: the caller decides what to do about such a step.
     """
-    with_grad = [p for p in parameters if p.grad is not None]
-    norm = nn.utils.get_total_norm([p.grad for p in with_grad if p.grad is not None])
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if not gradients:
+        return torch.zeros(())
+    parts = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+    norms = torch.stack(torch._foreach_norm(parts))
+    if group is None:
+        norm = torch.linalg.vector_norm(norms)
+    else:
+        # A part that several ranks hold is counted by each of them.
+        holders = norms.new_tensor([group.size() / _num_parts(g) for g in gradients])
+        squares = (norms.square() / holders).sum()
+        torch.distributed.all_reduce(squares, group=group)
+        norm = squares.sqrt()
     if max_norm > 0:
-        nn.utils.clip_grads_with_norm_(with_grad, max_norm, norm)
+        torch._foreach_mul_(parts, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
+
+
+def _num_parts(gradient: Tensor) -> int:
+    """Into how many parts a gradient is cut."""
+    assert isinstance(gradient, DTensor), "a gradient that no mesh knows of can't be counted"
+    sizes = zip(gradient.placements, gradient.device_mesh.shape, strict=True)
+    return math.prod(size for placement, size in sizes if not placement.is_replicate())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,17 @@ from torch import Tensor, nn
 from spurline import config_io
 from spurline.config import RunConfig
 from spurline.data import DataSets, open_data
-from spurline.device import peak_memory_bytes, pick_device
+from spurline.device import peak_memory_bytes
 from spurline.models.common.generate import generate
 from spurline.models.common.init import initialize
 from spurline.moe.balance import set_token_weight, take_balance_loss, update_expert_bias
 from spurline.moe.telemetry import routing_statistics
-from spurline.parallel.compile import apply_compile, compile_function
+from spurline.parallel.compile import compile_function
+from spurline.parallel.fsdp import splits_experts_from_blocks
+from spurline.parallel.model import parallelize_model
+from spurline.parallel.world import World, joined_world
 from spurline.train.checkpoint import Checkpoints
-from spurline.train.loss import count_real_tokens, cross_entropy_sum
+from spurline.train.loss import IGNORE_INDEX, count_real_tokens, make_loss_sum
 from spurline.train.metrics import MetricsWriter, Throughput
 from spurline.train.optimizer import build_optimizer, clip_gradients, learning_rate, set_learning_rate
 from spurline.train.progress import Progress
@@ -36,16 +39,22 @@ class Trainer:
     """What a step needs, made once."""
 
     config: RunConfig[Any]
-    device: torch.device
+    world: World
     data: DataSets
     model: nn.Module
     optimizer: torch.optim.Optimizer
     loss_sum: Callable[[Tensor, Tensor], Tensor]
 
     @property
+    def device(self) -> torch.device:
+        return self.world.device
+
+    @property
     def global_batch_size(self) -> int:
         training = self.config.training
-        return training.global_batch_size if training.global_batch_size > 0 else training.local_batch_size
+        if training.global_batch_size > 0:
+            return training.global_batch_size
+        return training.local_batch_size * self.world.data_size
 
     def step(self, step: int) -> dict[str, Any]:
         """Take optimizer step number `step`, counted from 1; returns what there is to know about it."""
@@ -54,7 +63,7 @@ class Trainer:
         set_learning_rate(self.optimizer, lr)
 
         micro_batches = self.micro_batches(step)
-        num_tokens = sum(count_real_tokens(labels_BL) for _, labels_BL in micro_batches)
+        num_tokens = self.count_tokens(labels_BL for _, labels_BL in micro_batches)
         # Every token of the step weighs the same, in the language loss as in the balance losses.
         set_token_weight(self.model, 1 / num_tokens)
         total_loss = torch.zeros((), device=self.device)
@@ -63,16 +72,18 @@ class Trainer:
             loss.backward()
             total_loss += loss.detach()
 
-        grad_norm = clip_gradients(self.model.parameters(), config.training.max_grad_norm)
+        total_loss = self.world.sum_over_data(total_loss)
+        grad_norm = clip_gradients(self.model.parameters(), config.training.max_grad_norm, self.world.group)
         if not torch.isfinite(total_loss + grad_norm):
             raise diverged(config, step, f"the loss is {total_loss.item()} and the gradient norm {grad_norm.item()}")
         self.optimizer.step()
         self.optimizer.zero_grad()
-        count_by_layer = update_expert_bias(self.model)
+        count_by_layer = update_expert_bias(self.model, self.world.group)
+        balance_loss = take_balance_loss(self.model)
         return {
             "step": step,
             "loss": total_loss.item(),
-            "balance_loss": take_balance_loss(self.model),
+            "balance_loss": None if balance_loss is None else self.world.sum_over_all(balance_loss).item(),
             "grad_norm": grad_norm.item(),
             "lr": lr,
             "num_tokens": num_tokens,
@@ -80,11 +91,17 @@ class Trainer:
         }
 
     def micro_batches(self, step: int) -> list[tuple[Tensor, Tensor]]:
-        """The step's sequences as tokens (B, L) and labels (B, L)."""
-        size = self.config.training.local_batch_size
-        first = (step - 1) * self.global_batch_size
-        batches = [self.data.train.batch(first + done, size) for done in range(0, self.global_batch_size, size)]
+        """This rank's sequences of the step, as tokens (B, L) and labels (B, L)."""
+        size, world = self.config.training.local_batch_size, self.world
+        first = (step - 1) * self.global_batch_size + world.data_rank * size
+        every = size * world.data_size
+        batches = [self.data.train.batch(first + done, size) for done in range(0, self.global_batch_size, every)]
         return [(tokens_BL.to(self.device), labels_BL.to(self.device)) for tokens_BL, labels_BL in batches]
+
+    def count_tokens(self, labels: Iterable[Tensor]) -> int:
+        """The real tokens of all ranks."""
+        own = sum(count_real_tokens(labels_BL) for labels_BL in labels)
+        return int(self.world.sum_over_data(torch.tensor(own, device=self.device)))
 
     @torch.no_grad()
     def validation_loss(self) -> float | None:
@@ -93,14 +110,15 @@ class Trainer:
         if self.data.validation is None or not metrics.validation_batches:
             return None
         self.model.eval()
-        total, num_tokens = 0.0, 0
-        size = self.config.training.local_batch_size
-        for tokens_BL, labels_BL in self.data.validation.batches(size, metrics.validation_batches):
-            tokens_BL, labels_BL = tokens_BL.to(self.device), labels_BL.to(self.device)
-            total += self.loss_sum(self.model(tokens_BL), labels_BL).item()
-            num_tokens += count_real_tokens(labels_BL)
+        world = self.world
+        total, num_tokens = torch.zeros((), device=self.device), 0
+        size = self.config.training.local_batch_size * world.data_size
+        for batch in self.data.validation.batches(size, metrics.validation_batches):
+            tokens_BL, labels_BL = (part.to(self.device) for part in share(*batch, world.data_rank, world.data_size))
+            total += self.loss_sum(self.model(tokens_BL), labels_BL)
+            num_tokens += self.count_tokens([labels_BL])
         self.model.train()
-        return total / num_tokens
+        return self.world.sum_over_data(total).item() / num_tokens
 
     def sample(self) -> str:
         """Text that the model writes after metrics.sample_prompt."""
@@ -120,10 +138,20 @@ class Trainer:
         return tokenizer.decode(tokens_BL[0].tolist())
 
 
-def make_trainer(config: RunConfig[Any]) -> Trainer:
-    """Read the data, build the model with its seeded weights, and everything else a step needs."""
+def share(tokens_BL: Tensor, labels_BL: Tensor, rank: int, size: int) -> tuple[Tensor, Tensor]:
+    """One of `size` equal parts of a batch; where it can't be cut evenly, sequences without labels fill up the last."""
+    B = tokens_BL.shape[0]
+    per_rank = -(-B // size)
+    rows = torch.arange(rank * per_rank, (rank + 1) * per_rank)
+    real = (rows < B).unsqueeze(1)
+    rows = rows.clamp(max=B - 1)
+    return tokens_BL[rows], torch.where(real, labels_BL[rows], IGNORE_INDEX)
+
+
+def make_trainer(config: RunConfig[Any], world: World | None = None) -> Trainer:
+    """Read the data, build the model with its seeded weights, and everything else a step needs (alone by default)."""
+    world = world or World.alone()
     training, compile_ = config.training, config.compile
-    device = pick_device()
     if training.threads:
         torch.set_num_threads(training.threads)
     torch.use_deterministic_algorithms(config.debug.deterministic)
@@ -137,34 +165,40 @@ def make_trainer(config: RunConfig[Any]) -> Trainer:
         )
     with torch.device("meta"):
         model = config.model.build()
-    model.to_empty(device=device)
+    one_call = False if config.debug.fsdp_two_calls else None
+    parallelize_model(model, world.meshes, config.activation_checkpoint.mode, compile_, one_call)
+    model.to_empty(device=world.device)
     initialize(model, training.seed)
     model.compute_dtype = getattr(torch, training.dtype)
-    loss_sum: Callable[[Tensor, Tensor], Tensor] = cross_entropy_sum
-    if compile_.enable and "model" in compile_.parts:
-        apply_compile(model, compile_.backend)
+    loss_sum = make_loss_sum(model.tp)
     if compile_.enable and "loss" in compile_.parts:
-        loss_sum = compile_function(cross_entropy_sum, compile_.backend)
-    return Trainer(config, device, data, model, build_optimizer(model, config.optimizer), loss_sum)
+        loss_sum = compile_function(loss_sum, compile_.backend)
+    return Trainer(config, world, data, model, build_optimizer(model, config.optimizer), loss_sum)
 
 
 def train(module: str, config_name: str, config: RunConfig[Any]) -> Path:
     """Run the whole job and return its folder: config.json, metrics.jsonl and, if asked for, checkpoints."""
     folder = Path(config.job.dump_folder)
-    with Progress(config.training.steps) as progress:
-        trainer = make_trainer(config)
-        make_folder(folder)
+    with (
+        joined_world(config.parallelism) as world,
+        Progress(config.training.steps, enabled=world.is_first) as progress,
+    ):
+        trainer = make_trainer(config, world)
+        if world.is_first:
+            make_folder(folder)
+        world.wait_for_all()
         checkpoints = Checkpoints(folder, config.checkpoint.interval, config.checkpoint.keep_latest_k)
         done_steps, tokens_seen = resume(trainer, checkpoints) if config.checkpoint.enable else (0, 0)
-        config_io.save(folder / "config.json", module, config_name, config)
         describe(progress, config_name, trainer, done_steps)
-        with MetricsWriter(folder, resume_from_step=done_steps or None) as metrics:
+        if world.is_first:
+            config_io.save(folder / "config.json", module, config_name, config)
+        with MetricsWriter(folder, resume_from_step=done_steps or None, enabled=world.is_first) as metrics:
             run_steps(trainer, checkpoints, metrics, progress, done_steps, tokens_seen)
-    if config.metrics.sample_tokens:
-        started = time.perf_counter()
-        text = trainer.sample()
-        progress.log(f"\nsample ({time.perf_counter() - started:.1f} s):\n{text}\n")
-    progress.log(f"run folder: {folder}")
+        if config.metrics.sample_tokens:
+            started = time.perf_counter()
+            text = trainer.sample()
+            progress.log(f"\nsample ({time.perf_counter() - started:.1f} s):\n{text}\n")
+        progress.log(f"run folder: {folder}")
     return folder
 
 
@@ -246,7 +280,9 @@ def describe(progress: Progress, config_name: str, trainer: Trainer, done_steps:
     total, active = model.num_params() / 1e6, model.num_active_params() / 1e6
     progress.log(f"{config_name}: {total:.2f}M parameters, {active:.2f}M active, {training.dtype} on {trainer.device}")
     progress.log(f"data: {data.num_tokens / 1e6:.1f}M tokens in {data.num_documents} documents")
-    tokens = trainer.global_batch_size * training.seq_len
-    progress.log(f"{training.steps} steps of {tokens} tokens, {torch.get_num_threads()} threads")
+    tokens, threads = trainer.global_batch_size * training.seq_len, torch.get_num_threads()
+    progress.log(f"{training.steps} steps of {tokens} tokens on {trainer.world}, threads a rank: {threads}")
+    if trainer.config.compile.enable and splits_experts_from_blocks(trainer.model):
+        progress.log("experts are FSDP units of their own, so their blocks compile in several graphs instead of one")
     if done_steps:
         progress.log(f"going on from the checkpoint of step {done_steps}")

@@ -1,4 +1,4 @@
-"""How often a forward waits for a device, counted on fake tensors: they have no values, so any other wait is an error."""
+"""How often a forward waits for a device, counted on fake tensors: without values, any other wait is an error."""
 
 import dataclasses
 

@@ -2,6 +2,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
 from spurline.models.common.init import initialize
 from spurline.models.deepseek_v3.configs import DeepSeekV3Config
@@ -99,20 +100,29 @@ def test_limit_of_graphs_for_one_piece_of_code_is_not_torchs_low_one():
     assert num_graphs() == 4
 
 
-def test_function_is_compiled_as_one_graph():
+class BlockInTwoGraphs(nn.Module):
+    def forward(self, x):
+        torch._dynamo.graph_break()
+        return x + 1
+
+
+def test_block_that_is_not_one_graph_is_refused():
+    model = nn.Module()
+    model.layers = nn.ModuleDict({"0": BlockInTwoGraphs()})
+    apply_compile(model, "eager")
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        model.layers["0"](torch.ones(2))
+
+
+def test_function_is_compiled_as_one_graph_or_refused():
     def shifted(x):
         return torch.relu(x) + x.sum()
 
     x = torch.linspace(-1, 2, 6)
     torch.testing.assert_close(compile_function(shifted, "aot_eager")(x), shifted(x))
     assert num_graphs() == 1
-
-    def broken(x):
-        torch._dynamo.graph_break()
-        return x
-
     with pytest.raises(torch._dynamo.exc.Unsupported):
-        compile_function(broken, "aot_eager")(x)
+        compile_function(BlockInTwoGraphs().forward, "eager")(x)
 
 
 def test_unknown_backend_is_a_clear_error():

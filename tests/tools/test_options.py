@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from spurline.config import Parallelism, RunConfig
+from spurline.config import RunConfig
 from spurline.config_io import ConfigError, save
 from spurline.models import family_configs, family_names
 from spurline.models.deepseek_v3.configs import deepseek_v3_debugmodel
-from spurline.tools.options import folder_problems, resolve, world_problems
+from spurline.tools.options import folder_problems, resolve
 
 PRESET = ["--module", "deepseek_v3", "--config", "deepseek_v3_debugmodel"]
 FOLDER = "outputs/deepseek_v3_debugmodel"
@@ -236,65 +236,44 @@ def test_help_on_a_file_shows_its_values(file, spurline):
     assert "(default: 7)" in out
 
 
-def with_degrees(**degrees: int) -> RunConfig:
-    named = {f"{name}_degree": degree for name, degree in degrees.items()}
-    return replace(deepseek_v3_debugmodel(), parallelism=Parallelism(**named))
-
-
-@pytest.mark.parametrize(
-    ("world_size", "degrees"),
-    [
-        (1, {}),
-        (8, {}),
-        (8, {"tensor_parallel": 2}),
-        (8, {"data_parallel_replicate": 2, "data_parallel_shard": 2, "tensor_parallel": 2}),
-        (8, {"expert_parallel": 4, "expert_tensor_parallel": 2}),
-        (8, {"data_parallel_replicate": 2, "expert_parallel": 4}),
-        (8, {"tensor_parallel": 2, "expert_parallel": 8}),
-    ],
-)
-def test_degrees_that_fit(world_size, degrees):
-    assert world_problems(with_degrees(**degrees), world_size) == []
-
-
-@pytest.mark.parametrize(
-    ("world_size", "degrees", "problem"),
-    [
-        (
-            8,
-            {"data_parallel_shard": 3},
-            "data_parallel_replicate_degree 1 x data_parallel_shard_degree 3 x tensor_parallel_degree 1 = 3,"
-            " but the number of ranks is 8",
-        ),
-        (
-            8,
-            {"tensor_parallel": 3},
-            "data_parallel_replicate_degree 1 x data_parallel_shard_degree 2 x tensor_parallel_degree 3 = 6,"
-            " but the number of ranks is 8",
-        ),
-        (
-            1,
-            {"data_parallel_replicate": 2},
-            "data_parallel_replicate_degree 2 x data_parallel_shard_degree 1 x tensor_parallel_degree 1 = 2,"
-            " but the number of ranks is 1 (torchrun starts more)",
-        ),
-        (
-            8,
-            {"data_parallel_replicate": 2, "expert_parallel": 4, "expert_tensor_parallel": 2},
-            "expert_parallel_degree 4 x expert_tensor_parallel_degree 2 = 8 does not divide"
-            " data_parallel_shard_degree 4 x tensor_parallel_degree 1 = 4; the number of ranks is 8",
-        ),
-    ],
-)
-def test_degrees_that_do_not_fit_are_spelled_out(world_size, degrees, problem):
-    assert world_problems(with_degrees(**degrees), world_size) == [f"parallelism: {problem}"]
-
-
 def test_world_size_comes_from_the_environment(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert resolved("--parallelism.expert_parallel_degree", "4").parallelism.expert_parallel_degree == 4
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert len(resolve_problems("--parallelism.expert_parallel_degree", "4")) == 1
+
+
+def test_degrees_that_one_rank_can_not_have_name_what_can(problems):
+    assert problems("--parallelism.tensor_parallel_degree", "2") == [
+        "parallelism: data_parallel_replicate_degree 1 x tensor_parallel_degree 2 = 2 must divide the number of ranks,"
+        " but there is 1 rank; nearest that works: --parallelism.tensor_parallel_degree 1, or the same degrees on 2"
+        " ranks (torchrun starts them)"
+    ]
+
+
+def test_degrees_are_held_against_the_model_its_sequences_and_its_batch(problems, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    told = problems(
+        *("--parallelism.tensor_parallel_degree", "8", "--parallelism.expert_parallel_degree", "16"),
+        *("--parallelism.expert_tensor_parallel_degree", "3", "--model.moe.top_k", "9"),
+        *("--training.seq_len", "4", "--training.global_batch_size", "4"),
+    )
+    assert [line.split(" ")[0] for line in told] == [
+        "model.moe.top_k",
+        "parallelism:",
+        "training.seq_len",
+        "parallelism.tensor_parallel_degree",
+        "parallelism.expert_parallel_degree",
+        "parallelism.expert_tensor_parallel_degree",
+        "training.global_batch_size",
+    ]
+
+
+def test_degrees_are_checked_for_a_model_that_is_not_known(spurline, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    code, _, err = spurline("train", "--parallelism.tensor_parallel_degree", "3")
+    assert code == 2
+    assert "tensor_parallel_degree 3 = 3 must divide the number of ranks, but there are 4 ranks" in err
 
 
 def test_invalid_degree_is_told_without_arithmetic(problems):

@@ -55,6 +55,9 @@ class LatentAttention(nn.Module):
         self.kv_norm = RMSNorm(kv_lora_rank, norm_eps)
         self.wkv_b = Linear(kv_lora_rank, num_heads * (qk_nope_head_dim + v_head_dim))
         self.wo = Linear(num_heads * v_head_dim, dim, std=output_std)
+        # By heads; what comes before them is the same for all.
+        per_head_query = "wq_b.weight" if q_lora_rank else "wq.weight"
+        self.tensor_parallel_dims = {per_head_query: 0, "wkv_b.weight": 0, "wo.weight": 1}
 
     def forward(self, x_BLD: Tensor, positions_L: Tensor | None = None) -> Tensor:
         if positions_L is None:

@@ -1,5 +1,7 @@
 """The dense feed-forward of a block."""
 
+from typing import ClassVar
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -9,6 +11,8 @@ from spurline.models.common.linear import Linear
 
 class FeedForward(nn.Module):
     """SwiGLU: w2(silu(w1 x) * w3 x), (..., dim) -> (..., dim)."""
+
+    tensor_parallel_dims: ClassVar = {"w1.weight": 0, "w3.weight": 0, "w2.weight": 1}
 
     def __init__(self, dim: int, hidden_dim: int, output_std: float = INIT_STD) -> None:
         super().__init__()

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from spurline.parallel.tensor import TensorParallel
+
 
 @torch.no_grad()
 def generate(
@@ -26,11 +28,12 @@ def generate(
             "generate needs temperature >= 0, top_k >= 0 and max_context >= 1,"
             f" got temperature {temperature}, top_k {top_k}, max_context {max_context}"
         )
+    whole = getattr(model, "tp", TensorParallel()).join_vocabulary
     was_training = model.training
     model.eval()
     try:
         for _ in range(num_tokens):
-            logits_BV = model(tokens_BL[:, -max_context:])[:, -1]
+            logits_BV = whole(model(tokens_BL[:, -max_context:])[:, -1])
             next_B1 = _choose(logits_BV, temperature, top_k, generator)
             tokens_BL = torch.cat([tokens_BL, next_B1.to(tokens_BL.device)], dim=1)
     finally:

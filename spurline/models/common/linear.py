@@ -1,10 +1,14 @@
 """Linear layer and embedding: parameters stay in float32, the activations decide the dtype of the product."""
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spurline.models.common.init import INIT_STD, fill_truncated_normal
+from spurline.parallel.local import local
+from spurline.parallel.tensor import TensorParallel
 
 
 class Linear(nn.Linear):
@@ -15,7 +19,7 @@ class Linear(nn.Linear):
         super().__init__(in_dim, out_dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype))
+        return F.linear(x, local(self.weight).to(x.dtype))
 
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator | None) -> None:
         fill_truncated_normal(tensor, self.std, generator)
@@ -25,11 +29,17 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """A row for each token: (...) -> (..., dim)."""
+    """A row for each token: (B, L) -> (B, L, dim), or this rank's positions of it."""
+
+    tensor_parallel_dims: ClassVar = {"weight": 0}
 
     def __init__(self, num_rows: int, dim: int, std: float = INIT_STD) -> None:
         self.std = std  # before nn.Embedding's constructor, which already fills the weight
         super().__init__(num_rows, dim)
+        self.tp = TensorParallel()
+
+    def forward(self, tokens_BL: Tensor) -> Tensor:
+        return self.tp.scatter(self.tp.look_up(tokens_BL, local(self.weight)))
 
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator | None) -> None:
         fill_truncated_normal(tensor, self.std, generator)

@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spurline.parallel.local import local
+
 
 class RMSNorm(nn.Module):
     """Scale each row to a root mean square of one, then by a learned weight: (..., dim) -> (..., dim)."""
@@ -16,7 +18,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         dtype = torch.promote_types(x.dtype, torch.float32)
-        return F.rms_norm(x.to(dtype), (self.dim,), self.weight.to(dtype), self.eps).to(x.dtype)
+        return F.rms_norm(x.to(dtype), (self.dim,), local(self.weight).to(dtype), self.eps).to(x.dtype)
 
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator | None) -> None:
         tensor.fill_(1)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from spurline.config import LRScheduler, Optimizer, RunConfig, Training
 from spurline.moe.config import MoEConfig
+from spurline.parallel.degrees import ParallelFacts
 
 if TYPE_CHECKING:
     from spurline.models.deepseek_v3.model import DeepSeekV3
@@ -81,6 +82,18 @@ class DeepSeekV3Config:
 
     def with_forced_balance(self) -> DeepSeekV3Config:
         return replace(self, moe=replace(self.moe, force_load_balance=True))
+
+    def parallel_facts(self) -> ParallelFacts:
+        has_experts = self.num_dense_layers < self.num_layers
+        return ParallelFacts(
+            num_heads=self.num_heads,
+            split_widths=(
+                ("vocab_size", self.vocab_size),
+                *((("dense_hidden_dim", self.dense_hidden_dim),) if self.num_dense_layers else ()),
+            ),
+            num_experts=self.moe.num_experts if has_experts else 0,
+            expert_hidden_dim=self.moe.hidden_dim,
+        )
 
     def num_params(self) -> int:
         return self._params(self.layer_moe().num_params())

@@ -1,0 +1,80 @@
+"""The ranks of a run seen as two meshes: one for the dense part of a model, one for its experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from spurline.parallel.degrees import Degrees
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """Two views of one world of ranks, both in the order of the ranks, so that the last axes are neighbours.
+
+    The ranks of a tp group read the same sequences; otherwise each rank reads sequences of its own.
+    """
+
+    degrees: Degrees
+    world: DeviceMesh
+    """All ranks, on one axis."""
+    data: DeviceMesh
+    """The ranks that read different sequences, on one axis: dp_replicate and dp_shard in one."""
+    dense: DeviceMesh
+    """Axes dp_replicate, dp_shard, tp."""
+    sparse: DeviceMesh
+    """Axes dp_replicate, efsdp, ep, etp."""
+
+    @property
+    def fsdp_mesh(self) -> DeviceMesh:
+        """Where FSDP2 shards all but the experts: dp_shard, or with copies of the model dp_replicate and dp_shard."""
+        return self._with_copies(self.dense, "dp_shard")
+
+    @property
+    def expert_fsdp_mesh(self) -> DeviceMesh:
+        """Where FSDP2 shards the experts: efsdp, or with copies of the model dp_replicate and efsdp."""
+        return self._with_copies(self.sparse, "efsdp")
+
+    @property
+    def tp_mesh(self) -> DeviceMesh:
+        return self.dense["tp"]
+
+    @property
+    def expert_mesh(self) -> DeviceMesh:
+        """Where the experts are spread: ep, or with split experts ep and etp."""
+        return self.sparse["ep", "etp"] if self.degrees.etp > 1 else self.sparse["ep"]
+
+    @property
+    def batch_group(self) -> dist.ProcessGroup:
+        """The ranks whose losses and token counts add up to those of the step."""
+        return self.data.get_group()
+
+    @property
+    def world_group(self) -> dist.ProcessGroup:
+        return self.world.get_group()
+
+    @property
+    def data_rank(self) -> int:
+        """Which of data_size parts of the global batch this rank reads; the same for the ranks of a tp group."""
+        return self.data.get_local_rank()
+
+    @property
+    def data_size(self) -> int:
+        return self.degrees.dp
+
+    def _with_copies(self, view: DeviceMesh, shard_axis: str) -> DeviceMesh:
+        # FSDP2 takes a mesh with two axes for copies to average, even if there is only one.
+        return view["dp_replicate", shard_axis] if self.degrees.dp_replicate > 1 else view[shard_axis]
+
+
+def build_meshes(degrees: Degrees, device_type: str) -> Meshes:
+    """Make both views of the initialised world, with a process group for each axis; every rank calls it alike."""
+    assert degrees.world == dist.get_world_size(), f"{degrees} is not for {dist.get_world_size()} ranks"
+    d = degrees
+    world = init_device_mesh(device_type, (d.world,), mesh_dim_names=("world",))
+    data_and_tp = world._unflatten("world", (d.dp, d.tp), ("data", "tp"))
+    dense = data_and_tp._unflatten("data", (d.dp_replicate, d.dp_shard), ("dp_replicate", "dp_shard"))
+    sparse = world._unflatten("world", (d.dp_replicate, d.efsdp, d.ep, d.etp), ("dp_replicate", "efsdp", "ep", "etp"))
+    return Meshes(degrees=d, world=world, data=data_and_tp["data"], dense=dense, sparse=sparse)

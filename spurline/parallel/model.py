@@ -1,0 +1,51 @@
+"""Make a plain model one that many ranks train together: in place, always in the same order."""
+
+from torch import nn
+
+from spurline.config import Compile
+from spurline.moe.layer import MoE
+from spurline.parallel.compile import apply_compile
+from spurline.parallel.expert import parallelize_moe
+from spurline.parallel.fsdp import apply_fsdp, has_per_parameter_meshes
+from spurline.parallel.mesh import Meshes
+from spurline.parallel.remat import apply_remat
+from spurline.parallel.tensor import apply_tensor_parallel
+
+
+def parallelize_model(
+    model: nn.Module, meshes: Meshes | None, remat: str, compiled: Compile, one_call: bool | None = None
+) -> None:
+    """Split matrices, spread experts, then per block: recompute, compile, shard. Without meshes only what one rank can.
+
+    one_call=False shards experts by a call of their own, as PyTorch builds without per-parameter meshes need it.
+    """
+    if meshes is not None:
+        if meshes.degrees.tp > 1:
+            apply_tensor_parallel(model, meshes.tp_mesh)
+        apply_expert_parallel(model, meshes)
+    apply_remat(model, remat)
+    if compiled.enable and "model" in compiled.parts:
+        # The hooks of an FSDP unit inside a block can't be traced.
+        one_graph = meshes is None or (one_call is not False and has_per_parameter_meshes())
+        apply_compile(model, compiled.backend, fullgraph=one_graph)
+    if meshes is not None:
+        apply_fsdp(model, meshes.fsdp_mesh, meshes.expert_fsdp_mesh, one_call)
+
+
+def apply_expert_parallel(model: nn.Module, meshes: Meshes) -> None:
+    """Spread the experts of every MoE layer, and tell it whose tokens are balanced together."""
+    degrees = meshes.degrees
+    for name, moe in model.named_modules():
+        if isinstance(moe, MoE):
+            if degrees.ep * degrees.etp > 1:
+                parallelize_moe(
+                    moe,
+                    meshes.expert_mesh,
+                    layer=name,
+                    reduce_gradients=False,  # FSDP2 does
+                    same_num_tokens=degrees.tp == 1,
+                )
+            if moe.config.aux_loss == "sequence":
+                moe.router.balance_group = meshes.tp_mesh.get_group() if degrees.tp > 1 else None
+            else:
+                moe.router.balance_group = meshes.world_group

@@ -1,0 +1,91 @@
+"""Activation checkpointing: blocks keep little for the backward pass and compute the rest a second time.
+
+`full` keeps a block's input and computes all of the block again. `selective` keeps what is dear and computes the rest
+again: see `_is_dear`. In both, statistics count once: `spurline.moe.ops.record` is not fooled by recomputation.
+"""
+
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+import spurline.moe.ops.grouped
+import spurline.parallel.collectives  # noqa: F401  (both register ops that are named here)
+
+_aten = torch.ops.aten
+_DECISIONS = {_aten.sort.default, _aten.sort.stable, _aten.topk.default}
+_ATTENTION = {
+    _aten._scaled_dot_product_cudnn_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_fused_attention_overrideable.default,
+}
+# With the place of the left factor among the arguments.
+_PRODUCTS = {
+    _aten.mm.default: 0,
+    _aten.bmm.default: 0,
+    _aten.addmm.default: 1,
+    _aten.baddbmm.default: 1,
+    torch.ops.spurline.grouped_matmul.default: 0,
+}
+
+
+def apply_remat(model: nn.Module, mode: str) -> None:
+    """Have each block of model.layers recompute in the backward pass, in place: none, full or selective.
+
+    Names of modules and parameters stay as they are. Of several calls, the last one holds.
+    """
+    if mode not in ("none", *_FORWARD):
+        raise ValueError(f"activation_checkpoint.mode must be none, {' or '.join(_FORWARD)}, got {mode!r}")
+    # What a block changes in Python (it frees weights packed for evaluation) need not be done a second time.
+    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+    for block in model.layers.children():  # type: ignore[union-attr]
+        block.__dict__.pop("forward", None)
+        if mode != "none":
+            block.forward = MethodType(_FORWARD[mode], block)
+
+
+def _forward_with_full_recomputation(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return checkpoint(type(block).forward, block, *args, use_reentrant=False, **kwargs)
+
+
+def _forward_with_selective_recomputation(block: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    contexts = partial(_selective_contexts, int(x.shape[-1]))
+    return checkpoint(type(block).forward, block, x, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+_FORWARD = {"full": _forward_with_full_recomputation, "selective": _forward_with_selective_recomputation}
+
+
+def _selective_contexts(width: int) -> Any:
+    return create_selective_checkpoint_contexts(partial(_choose, width))
+
+
+def _choose(width: int, context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if _is_dear(op, args, width) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _is_dear(op: Any, args: tuple[Any, ...], width: int) -> bool:
+    """Whether the result of op is kept, in a block of the given model width.
+
+    Kept are decisions, so that a token meets the same experts again whatever rounding does; what other ranks sent, so
+    that nothing is sent twice; attention; and matrix products each number of which is a sum over at least the model's
+    width. A shorter sum is soon done again, and often makes the widest results: keys and values out of a narrow latent,
+    or the output of an expert that is narrower than the model, once for each of a token's K experts.
+    """
+    if op in _PRODUCTS:
+        return args[_PRODUCTS[op]].shape[-1] >= width
+    return op in _DECISIONS or op in _ATTENTION or _communicates(op)
+
+
+def _communicates(op: Any) -> bool:
+    return op.namespace == "_c10d_functional" or op is torch.ops.spurline.exchange_rows.default

@@ -1,0 +1,89 @@
+"""The ranks of a run, as the trainer sees them: one process alone, or many under torchrun."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from spurline.config import Parallelism
+from spurline.device import pick_device, start_process_group
+from spurline.parallel.degrees import Degrees, resolve_degrees
+from spurline.parallel.mesh import Meshes, build_meshes
+
+
+@dataclass(frozen=True)
+class World:
+    device: torch.device
+    degrees: Degrees
+    meshes: Meshes | None = None
+    """None when there is one rank: then nothing is shared."""
+
+    @staticmethod
+    def alone() -> World:
+        return World(pick_device(), Degrees(1, 1, 1, 1, 1))
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the one that writes and talks."""
+        return self.meshes is None or dist.get_rank() == 0
+
+    @property
+    def data_rank(self) -> int:
+        """Which of data_size parts of a batch this rank reads."""
+        return self.meshes.data_rank if self.meshes is not None else 0
+
+    @property
+    def data_size(self) -> int:
+        return self.degrees.dp
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """All ranks: each of them works on tokens of its own."""
+        return self.meshes.world_group if self.meshes is not None else None
+
+    def sum_over_data(self, value: Tensor) -> Tensor:
+        """Summed over the ranks that read different sequences; the ranks of a tp group have the same value."""
+        return self._sum(value, self.meshes.batch_group) if self.meshes is not None else value
+
+    def sum_over_all(self, value: Tensor) -> Tensor:
+        return self._sum(value, self.meshes.world_group) if self.meshes is not None else value
+
+    @staticmethod
+    def _sum(value: Tensor, group: dist.ProcessGroup) -> Tensor:
+        value = value.clone()
+        dist.all_reduce(value, group=group)
+        return value
+
+    def wait_for_all(self) -> None:
+        if self.meshes is not None:
+            dist.barrier()
+
+    def __str__(self) -> str:
+        axes = {name: getattr(self.degrees, name) for name in ("dp_replicate", "dp_shard", "tp", "ep", "etp")}
+        shared = ", ".join(f"{name} {size}" for name, size in axes.items() if size > 1)
+        return f"{self.degrees.world} ranks ({shared})" if shared else "1 rank"
+
+
+@contextmanager
+def joined_world(parallelism: Parallelism) -> Iterator[World]:
+    """Join the other ranks, if torchrun started any, for as long as the block lasts."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
+        yield World.alone()
+        return
+    device = pick_device()
+    degrees = resolve_degrees(parallelism, size)
+    started_here = not dist.is_initialized()
+    if started_here:
+        start_process_group(device)
+    try:
+        yield World(device, degrees, build_meshes(degrees, device.type))
+    finally:
+        if started_here:
+            dist.destroy_process_group()

@@ -1,0 +1,389 @@
+"""A step of training against the same step in plain torch, and what it reports.
+
+G sequences a step in micro-batches of B sequences of L tokens; T tokens, E experts, K experts per token.
+"""
+
+import copy
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from spurline.config import Data, LRScheduler, Metrics, Optimizer, RunConfig, Training
+from spurline.models.deepseek_v3.configs import DeepSeekV3Config
+from spurline.moe.balance import routers
+from spurline.moe.config import MoEConfig
+from spurline.train.loss import IGNORE_INDEX
+from spurline.train.trainer import make_trainer
+
+SEQ_LEN, NUM_EXPERTS, TOP_K = 16, 4, 2
+MOE_LAYERS = ["layers.1.moe", "layers.2.moe"]
+
+
+@pytest.fixture(autouse=True)
+def _leave_torch_as_it_was():
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    """Makes the config of a small model with one dense and two MoE layers; sections take dicts of changes."""
+    words = random.Random(0)
+    for name in ("a", "b", "c"):
+        text = " ".join("".join(words.choices("aeinrst", k=words.randint(1, 6))) for _ in range(500))
+        (tmp_path / f"{name}.txt").write_text(text)
+
+    def make(moe=None, **sections):
+        experts = MoEConfig(hidden_dim=16, num_experts=NUM_EXPERTS, top_k=TOP_K, num_shared_experts=1)
+        model = DeepSeekV3Config(
+            vocab_size=257,
+            dim=16,
+            num_layers=3,
+            dense_hidden_dim=24,
+            num_heads=2,
+            q_lora_rank=8,
+            kv_lora_rank=8,
+            qk_nope_head_dim=4,
+            qk_rope_head_dim=4,
+            v_head_dim=4,
+            moe=replace(experts, **(moe or {})),
+        )
+        config = RunConfig(
+            model=model,
+            training=Training(steps=8, seq_len=SEQ_LEN, local_batch_size=4, threads=1),
+            optimizer=Optimizer(lr=4e-3),
+            lr_scheduler=LRScheduler(warmup_steps=4),
+            data=Data(path=str(tmp_path), validation_fraction=0.1),
+            metrics=Metrics(validation_batches=3, sample_tokens=8, sample_prompt="ten "),
+        )
+        changed = {name: replace(getattr(config, name), **changes) for name, changes in sections.items()}
+        return replace(config, **changed)
+
+    return make
+
+
+def state_of(trainer):
+    return {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+
+
+def assert_same_bits(actual, expected):
+    assert actual.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(actual[name], expected[name])] == []
+
+
+class PlainTraining:
+    """The steps of a run, written with nothing but torch, on a copy of the trainer's model."""
+
+    def __init__(self, trainer, max_grad_norm):
+        self.model = copy.deepcopy(trainer.model)
+        self.max_grad_norm = max_grad_norm
+        matrices = [p for p in self.model.parameters() if p.ndim > 1]
+        vectors = [p for p in self.model.parameters() if p.ndim == 1]
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=4e-3, betas=(0.9, 0.95), eps=1e-8, fused=False, foreach=False)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda done: min(1.0, (done + 1) / 4))
+
+    def step(self, tokens_BL, labels_BL):
+        """Take a step, and return the loss and the gradient's norm before clipping."""
+        loss = F.cross_entropy(self.model(tokens_BL).flatten(0, 1), labels_BL.flatten(), ignore_index=IGNORE_INDEX)
+        self.optimizer.zero_grad()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
+        self.optimizer.step()
+        self.schedule.step()
+        return loss.item(), norm.item()
+
+
+def test_first_steps_equal_steps_written_by_hand(tiny):
+    trainer = make_trainer(tiny(training={"max_grad_norm": 0.5}))
+    plain = PlainTraining(trainer, max_grad_norm=0.5)
+    for step in (1, 2, 3):
+        tokens_BL, labels_BL = trainer.data.train.batch((step - 1) * 4, 4)
+        loss, norm = plain.step(tokens_BL, labels_BL)
+        record = trainer.step(step)
+        assert record["step"] == step
+        assert record["loss"] == pytest.approx(loss, abs=1e-6)
+        assert record["grad_norm"] == pytest.approx(norm, abs=1e-6)
+        assert norm > 0.5, "the gradient has to be clipped for this test to mean something"
+        assert record["lr"] == pytest.approx(4e-3 * step / 4)
+        assert record["num_tokens"] == 4 * SEQ_LEN
+        for (name, actual), expected in zip(trainer.model.named_parameters(), plain.model.parameters(), strict=True):
+            torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_gradient_is_left_alone_where_clipping_is_off(tiny):
+    never_clipped, unclipped, clipped = (
+        make_trainer(tiny(training={"max_grad_norm": norm})) for norm in (0.0, 1e9, 0.5)
+    )
+    records = [trainer.step(1) for trainer in (never_clipped, unclipped, clipped)]
+    assert_same_bits(state_of(never_clipped), state_of(unclipped))
+    assert records[0]["grad_norm"] == records[2]["grad_norm"] > 0.5
+
+
+@pytest.mark.parametrize("moe", [{}, {"aux_loss": "sequence", "aux_loss_weight": 0.5, "z_loss_weight": 0.1}])
+def test_accumulation_changes_neither_the_data_nor_the_step(tiny, moe):
+    orders, records, states = [], [], []
+    for size in (8, 4, 1):
+        sizes = {"local_batch_size": size, "global_batch_size": 8}
+        trainer = make_trainer(tiny(moe={**moe, "bias_update_rate": 1e-3}, training=sizes))
+        orders.append([torch.cat([tokens_BL for tokens_BL, _ in trainer.micro_batches(step)]) for step in (1, 2, 3)])
+        assert [tuple(tokens_BL.shape) for tokens_BL, _ in trainer.micro_batches(1)] == [(size, SEQ_LEN)] * (8 // size)
+        records.append([trainer.step(step) for step in (1, 2, 3)])
+        states.append(state_of(trainer))
+    for order, steps, state in zip(orders[1:], records[1:], states[1:], strict=True):
+        assert torch.equal(torch.stack(order), torch.stack(orders[0]))
+        for record, whole in zip(steps, records[0], strict=True):
+            assert record["loss"] == pytest.approx(whole["loss"], rel=2e-6)
+            assert record["grad_norm"] == pytest.approx(whole["grad_norm"], rel=2e-6)
+            assert float(record["balance_loss"]) == pytest.approx(float(whole["balance_loss"]), rel=2e-6)
+            assert record["expert_load"] == whole["expert_load"]
+            assert record["num_tokens"] == 8 * SEQ_LEN
+        for name, tensor in state.items():
+            torch.testing.assert_close(tensor, states[0][name], rtol=0, atol=2e-6)
+
+
+def test_steps_take_the_samples_one_after_the_other_from_the_first_on(tiny, monkeypatch):
+    trainer = make_trainer(tiny(training={"local_batch_size": 2, "global_batch_size": 6}))
+    taken, batch = [], trainer.data.train.batch
+
+    def noted(start, count):
+        taken.extend(range(start, start + count))
+        return batch(start, count)
+
+    monkeypatch.setattr(trainer.data.train, "batch", noted)
+    for step in (1, 2, 3):
+        trainer.step(step)
+    assert taken == list(range(18))
+
+
+def with_ignored_labels(batch, num_real):
+    """`batch` of a data set, with only the first num_real[g] labels of sequence g of a step left."""
+
+    def masked(start, count):
+        tokens_BL, labels_BL = batch(start, count)
+        labels_BL = labels_BL.clone()
+        for row in range(count):
+            labels_BL[row, num_real[(start + row) % len(num_real)] :] = IGNORE_INDEX
+        return tokens_BL, labels_BL
+
+    return masked
+
+
+def plain_balance_loss(router, x_TD, num_sequences):
+    """Sequence-level balance loss (weight 0.5) and z-loss (weight 0.1) as a sum over tokens, in plain torch."""
+    logit_TE = x_TD @ router.gate_ED.T
+    score_TE = logit_TE.softmax(-1)
+    total = 0.1 * logit_TE.logsumexp(-1).pow(2).sum()
+    for score_LE in score_TE.chunk(num_sequences):
+        chosen_LE = F.one_hot(score_LE.topk(TOP_K).indices, NUM_EXPERTS).sum(1)
+        total = total + 0.5 * NUM_EXPERTS * (chosen_LE.float().mean(0) / TOP_K * score_LE.mean(0)).sum() * SEQ_LEN
+    return total
+
+
+@pytest.mark.parametrize("size", [8, 4, 1])
+@pytest.mark.parametrize("with_balance_loss", [False, True])
+def test_losses_are_normalised_by_the_real_tokens_of_the_whole_step(tiny, monkeypatch, size, with_balance_loss):
+    moe = {"aux_loss": "sequence", "aux_loss_weight": 0.5, "z_loss_weight": 0.1} if with_balance_loss else {}
+    sizes = {"local_batch_size": size, "global_batch_size": 8, "max_grad_norm": 0.0}
+    trainer = make_trainer(tiny(moe=moe, training=sizes))
+    num_real = [16, 1, 0, 3, 16, 16, 9, 0]
+    masked = with_ignored_labels(trainer.data.train.batch, num_real)
+    monkeypatch.setattr(trainer.data.train, "batch", masked)
+
+    model = make_trainer(tiny(training=sizes)).model  # the same weights, without losses of its own
+    router_inputs = {}
+    for name, router in routers(model).items():
+        router.register_forward_pre_hook(lambda _, args, name=name: router_inputs.update({name: args[0]}))
+    tokens_GL, labels_GL = masked(0, 8)
+    loss = F.cross_entropy(model(tokens_GL).flatten(0, 1), labels_GL.flatten(), ignore_index=IGNORE_INDEX)
+    balance_loss = torch.zeros(())
+    if with_balance_loss:
+        for name, router in routers(model).items():
+            balance_loss = balance_loss + plain_balance_loss(router, router_inputs[name], 8) / sum(num_real)
+    (loss + balance_loss).backward()
+    norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+
+    record = trainer.step(1)
+    assert record["num_tokens"] == sum(num_real)
+    assert record["loss"] == pytest.approx(loss.item(), rel=2e-6)
+    assert float(record["balance_loss"]) == pytest.approx(balance_loss.item(), rel=1e-5)
+    assert record["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("size", [4, 2])
+def test_expert_load_counts_each_token_of_a_step_once(tiny, size):
+    trainer = make_trainer(tiny(training={"local_batch_size": size, "global_batch_size": 4}))
+    for step in (1, 2, 3):
+        load = trainer.step(step)["expert_load"]
+        assert list(load) == MOE_LAYERS
+        assert [sum(rows) for rows in load.values()] == [4 * SEQ_LEN * TOP_K] * 2
+
+
+def test_validation_leaves_no_trace_in_the_training(tiny):
+    config = tiny(moe={"aux_loss": "sequence", "bias_update_rate": 1e-3})
+    with_validation, without = make_trainer(config), make_trainer(config)
+    for step in (1, 2, 3):
+        with_validation.validation_loss()
+        with_validation.sample()
+        assert with_validation.step(step) == without.step(step)
+    assert_same_bits(state_of(with_validation), state_of(without))
+
+
+def test_expert_bias_moves_by_its_rate_towards_the_experts_with_less(tiny):
+    trainer = make_trainer(tiny(moe={"bias_update_rate": 0.01}))
+    layers = routers(trainer.model)
+    expected = {name: torch.zeros(NUM_EXPERTS) for name in MOE_LAYERS}
+    for step in (1, 2, 3):
+        for name, rows in trainer.step(step)["expert_load"].items():
+            mean = sum(rows) / NUM_EXPERTS
+            moves = [0.01 * ((mean > row) - (mean < row)) for row in rows]
+            expected[name] += torch.tensor([move - sum(moves) / NUM_EXPERTS for move in moves])
+            torch.testing.assert_close(layers[name].expert_bias_E, expected[name])
+    assert all(bias_E.any() for bias_E in expected.values())
+
+
+def test_seed_decides_weights_and_data_and_nothing_else_does(tiny):
+    torch.manual_seed(123)  # whatever happened before in this process
+    runs = []
+    for seed in (0, 0, 1):
+        trainer = make_trainer(tiny(training={"seed": seed}))
+        start = state_of(trainer)
+        runs.append((start, [trainer.step(step) for step in (1, 2, 3)], state_of(trainer), trainer.micro_batches(1)))
+        torch.rand(7)
+    (start, records, end, batches), again, other = runs
+    assert_same_bits(again[0], start)
+    assert again[1] == records
+    assert_same_bits(again[2], end)
+    assert not torch.equal(other[0]["output.weight"], start["output.weight"])
+    assert not torch.equal(other[3][0][0], batches[0][0])
+    assert other[1][0]["loss"] != records[0]["loss"]
+
+
+def test_bfloat16_computes_in_bfloat16_and_keeps_parameters_in_float32(tiny):
+    trainer = make_trainer(tiny(training={"dtype": "bfloat16"}))
+    assert trainer.model(trainer.micro_batches(1)[0][0]).dtype == torch.bfloat16
+    first = trainer.step(1)["loss"]
+    in_float32 = make_trainer(tiny()).step(1)["loss"]
+    assert first == pytest.approx(in_float32, rel=2e-3)
+    assert first != in_float32
+    assert [trainer.step(step)["step"] for step in (2, 3)] == [2, 3]
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
+    moments = [tensor for state in trainer.optimizer.state.values() for tensor in state.values()]
+    assert {tensor.dtype for tensor in moments} == {torch.float32}
+
+
+@torch.no_grad()
+def test_validation_loss_is_the_mean_over_held_out_tokens_whatever_the_batches(tiny):
+    for size, num_batches in ((4, 100), (3, 2)):
+        trainer = make_trainer(tiny(training={"local_batch_size": size}, metrics={"validation_batches": num_batches}))
+        batches = list(trainer.data.validation.batches(size, num_batches))
+        tokens_NL, labels_NL = (torch.cat(parts) for parts in zip(*batches, strict=True))
+        expected = F.cross_entropy(trainer.model(tokens_NL).flatten(0, 1), labels_NL.flatten()).item()
+        assert trainer.validation_loss() == pytest.approx(expected, rel=1e-6)
+    # The first of the two has a last batch that is smaller, so that a mean of means would differ.
+    assert len(trainer.data.validation.windows) % 4
+
+
+def test_validation_runs_in_eval_mode_without_gradients_and_training_does_not(tiny):
+    trainer = make_trainer(tiny())
+    seen = []
+    trainer.model.register_forward_pre_hook(lambda model, _: seen.append((model.training, torch.is_grad_enabled())))
+    trainer.validation_loss()
+    trainer.step(1)
+    assert seen == [(False, False)] * 3 + [(True, True)]
+
+
+def test_no_validation_where_nothing_is_held_out_or_none_is_wanted(tiny):
+    assert make_trainer(tiny(data={"validation_fraction": 0.0})).validation_loss() is None
+    assert make_trainer(tiny(metrics={"validation_batches": 0})).validation_loss() is None
+
+
+def test_sample_follows_the_prompt_and_is_the_same_each_time(tiny):
+    trainer = make_trainer(tiny())
+    text = trainer.sample()
+    assert text.startswith("ten ")
+    assert len(text) > len("ten ")
+    assert trainer.sample() == text
+    assert trainer.model.training
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_step_that_is_not_finite_is_refused_before_it_reaches_the_weights(tiny, poison):
+    trainer = make_trainer(tiny())
+    trainer.step(1)
+    with torch.no_grad():
+        trainer.model.norm.weight[0] = poison
+    before = state_of(trainer)
+    with pytest.raises(ValueError, match=r"^step 2: the loss is nan .*lower --optimizer.lr \(now 0.004\)"):
+        trainer.step(2)
+    before["norm.weight"][0] = 0
+    after = state_of(trainer)
+    after["norm.weight"][0] = 0
+    assert_same_bits(after, before)
+
+
+def test_determinism_is_asked_of_torch_only_where_it_is_wanted(tiny):
+    make_trainer(tiny(debug={"deterministic": True})).step(1)
+    assert torch.are_deterministic_algorithms_enabled()
+    make_trainer(tiny())
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_threads_are_set_where_they_are_given(tiny):
+    make_trainer(tiny(training={"threads": 2}))
+    assert torch.get_num_threads() == 2
+    make_trainer(tiny(training={"threads": 0}))
+    assert torch.get_num_threads() == 2
+
+
+def num_graphs():
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("components", ["model,loss", "model", "loss"])
+def test_compiled_parts_train_like_eager_ones_without_recompiling(tiny, components):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    eager = make_trainer(tiny(moe={"aux_loss": "sequence"}))
+    trainer = make_trainer(
+        tiny(
+            moe={"aux_loss": "sequence"},
+            compile={"enable": True, "components": components, "backend": "aot_eager"},
+        )
+    )
+    assert state_of(trainer).keys() == state_of(eager).keys()
+    is_compiled = [block._compiled_call_impl is not None for block in trainer.model.layers.values()]
+    assert is_compiled == [("model" in components)] * 3
+    graphs = []
+    for step in (1, 2, 3, 4):
+        actual, expected = trainer.step(step), eager.step(step)
+        assert actual["loss"] == pytest.approx(expected["loss"], abs=1e-5)
+        assert actual["grad_norm"] == pytest.approx(expected["grad_norm"], abs=1e-5)
+        assert actual["expert_load"] == expected["expert_load"]
+        graphs.append(num_graphs())
+    # One for each kind of block, one for the loss.
+    assert graphs == [2 * ("model" in components) + ("loss" in components)] * 4
+    assert trainer.validation_loss() == pytest.approx(eager.validation_loss(), abs=1e-5)
+    after_validation = num_graphs()
+    assert trainer.sample() == eager.sample()
+    trainer.step(5)
+    assert num_graphs() == after_validation
+    torch._dynamo.reset()
+
+
+def test_compile_without_enable_compiles_nothing(tiny):
+    trainer = make_trainer(tiny(compile={"enable": False, "backend": "no_such_backend"}))
+    assert all(block._compiled_call_impl is None for block in trainer.model.layers.values())
+
+
+def test_unknown_compile_backend_is_refused(tiny):
+    for components in ("model", "loss"):
+        with pytest.raises(ValueError, match=r"^compile.backend: there is no 'aot_eagre'. Choose from: .*inductor"):
+            make_trainer(tiny(compile={"enable": True, "components": components, "backend": "aot_eagre"}))
