@@ -69,4 +69,4 @@ def _shuffled(count: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
 
 def _to_batch(windows: Windows, window_ids: Sequence[int]) -> Batch:
     window_BL = torch.from_numpy(windows.take(window_ids).astype(np.int64))
-    return window_BL[:, :-1].contiguous(), window_BL[:, 1:].contiguous()
+    return window_BL[:, :-1].clone(), window_BL[:, 1:].clone()

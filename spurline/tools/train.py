@@ -34,11 +34,23 @@ def main(argv: list[str]) -> int:
 
         train(command.module, command.config, run_config)
     except ValueError as error:
+        if not raised_by_us(error):
+            raise
         return complain(PROG, [str(error)])
+    except OSError as error:
+        return complain(PROG, [f"{error.filename or 'the run folder'}: {error.strerror or error}"])
     except KeyboardInterrupt:
         print(f"{PROG}: interrupted", file=sys.stderr)
         return 130
     return 0
+
+
+def raised_by_us(error: BaseException) -> bool:
+    """Whether our own code raised the error, to tell a user something; others' errors are bugs and keep their trace."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith("spurline.")
 
 
 def describe_cost(config: RunConfig[Any], world_size: int) -> str:

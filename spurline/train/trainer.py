@@ -135,7 +135,9 @@ class Trainer:
                 generator=torch.Generator().manual_seed(config.training.seed),
                 max_context=config.training.seq_len,
             )
-        return tokenizer.decode(tokens_BL[0].tolist())
+        text = tokenizer.decode(tokens_BL[0].tolist())
+        # A model that has learned little may write what a terminal obeys.
+        return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def share(tokens_BL: Tensor, labels_BL: Tensor, rank: int, size: int) -> tuple[Tensor, Tensor]:
@@ -279,7 +281,7 @@ def describe(progress: Progress, config_name: str, trainer: Trainer, done_steps:
     model, training, data = trainer.config.model, trainer.config.training, trainer.data
     total, active = model.num_params() / 1e6, model.num_active_params() / 1e6
     progress.log(f"{config_name}: {total:.2f}M parameters, {active:.2f}M active, {training.dtype} on {trainer.device}")
-    progress.log(f"data: {data.num_tokens / 1e6:.1f}M tokens in {data.num_documents} documents")
+    progress.log(f"data: {data.num_tokens:,} tokens in {data.num_documents:,} documents")
     tokens, threads = trainer.global_batch_size * training.seq_len, torch.get_num_threads()
     progress.log(f"{training.steps} steps of {tokens} tokens on {trainer.world}, threads a rank: {threads}")
     if trainer.config.compile.enable and splits_experts_from_blocks(trainer.model):

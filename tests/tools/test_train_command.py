@@ -45,9 +45,14 @@ def test_trainer_is_not_called_when_something_is_wrong(train, trainer):
     assert trainer.calls == []
 
 
-def test_user_error_found_late_is_one_line(train, trainer):
-    trainer.error = ValueError("data.path 'x' has no text")
-    assert train() == (2, "", "spurline train: data.path 'x' has no text\n")
+def test_user_error_found_late_is_one_line(train, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").write_text("too short")
+    code, out, err = train("--data.path", "text")
+    assert (code, out) == (2, "")
+    assert err.startswith("spurline train: ")
+    assert err.count("\n") == 1
+    assert not (tmp_path / "outputs").exists()
 
 
 def test_interrupt_is_one_line(train, trainer):
@@ -128,3 +133,14 @@ def test_users_family_can_be_trained_and_listed(spurline, trainer, user_package)
 
 def test_package_that_can_not_be_imported_is_one_line(problems):
     assert problems("--import", "no_such_package") == ["--import no_such_package: No module named 'no_such_package'"]
+
+
+def test_an_error_of_another_library_keeps_its_trace(train, trainer):
+    trainer.error = ValueError("raised by a module that isn't ours")
+    with pytest.raises(ValueError, match="isn't ours"):
+        train()
+
+
+def test_a_full_disk_is_one_line(train, trainer):
+    trainer.error = OSError(28, "No space left on device", "metrics.jsonl")
+    assert train() == (2, "", "spurline train: metrics.jsonl: No space left on device\n")

@@ -44,6 +44,8 @@ def generate(
 def _choose(logits_BV: Tensor, temperature: float, top_k: int, generator: torch.Generator | None) -> Tensor:
     """Pick one token a row: (B, V) -> (B, 1) on the CPU, where a seed means the same whatever the model's device."""
     logits_BV = logits_BV.float().cpu()
+    if not torch.isfinite(logits_BV).all():
+        raise ValueError("the model's logits are not finite numbers: it has diverged, and has nothing to sample from")
     if temperature == 0:
         return logits_BV.argmax(dim=-1, keepdim=True)
     vocab_size = logits_BV.shape[1]
