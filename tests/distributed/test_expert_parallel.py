@@ -301,3 +301,41 @@ def test_without_gradients_the_packed_and_in_place_paths_serve(ranks: RankPool) 
             assert relative_error(y, expected[rank]) < 1e-5
             assert counted["scatter.in_place"] == 1
             assert counted.get("experts.packed", 0) == int(forced)
+
+
+def run_split_experts(rank: int, config: MoEConfig, shape: tuple[int, int], shapes: list[Shape]) -> dict[str, object]:
+    """Experts spread over the first axis, their hidden width split over the second."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("ep", "etp"))
+    moe = parallelize_moe(make_layer(config), mesh, same_num_tokens=False)
+    x, direction = make_input(shapes[rank], rank)
+    x.requires_grad_()
+    y = moe(x)
+    (y * direction).sum().backward()
+    gradients = {name: p.grad for name, p in moe.named_parameters()}
+    return {
+        "local": tuple(moe.experts.w1_EFD.to_local().shape),
+        "y": y.detach(),
+        "x": x.grad,
+        "gradients": {n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in gradients.items()},
+        "counts": update_expert_bias(moe, dist.group.WORLD)[""],
+    }
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("equal_split", ["off", "forced"])
+@pytest.mark.parametrize("forced_balance", [False, True])
+def test_experts_whose_hidden_width_is_split(
+    ranks: RankPool, before: bool, equal_split: str, forced_balance: bool
+) -> None:
+    config = dataclasses.replace(
+        CONFIG,
+        num_shared_experts=1,
+        score_before_experts=before,
+        equal_split=equal_split,
+        force_load_balance=forced_balance,
+    )
+    for mesh_shape in ((2, 2), (1, 4), (4, 1)):
+        shapes = [(1, 1), (2, 3), (3, 5), (1, 0)]
+        results = ranks.run(run_split_experts, 4, config, mesh_shape, shapes)
+        assert_equal(results, config, shapes, replicated=False)
+        assert {r["local"] for r in results} == {(8 // mesh_shape[0], 12 // mesh_shape[1], 8)}
