@@ -13,6 +13,7 @@ from spurline import __version__
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("Train a model, from a preset or from an earlier run's config.json.", "spurline.tools.train:main"),
     "configs": ("List the model families and their presets, with parameter counts.", "spurline.tools.configs:main"),
+    "verify": ("Check that every way to train equals the reference, on local ranks.", "spurline.tools.verify:main"),
 }
 
 HELP = """\

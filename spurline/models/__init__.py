@@ -10,7 +10,10 @@ from spurline.config import RunConfig
 
 # A family's configs live at <package>.configs as CONFIGS: config name -> function that returns a RunConfig.
 _FAMILIES: dict[str, str] = {
+    "agpt": "spurline.models.agpt",
     "deepseek_v3": "spurline.models.deepseek_v3",
+    "moe_10b_2b": "spurline.models.moe_10b_2b",
+    "qwen3": "spurline.models.qwen3",
 }
 
 

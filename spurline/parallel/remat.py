@@ -1,7 +1,7 @@
 """Activation checkpointing: blocks keep little for the backward pass and compute the rest a second time.
 
 `full` keeps a block's input and computes all of the block again. `selective` keeps what is dear and computes the rest
-again: see `_is_dear`. In both, statistics count once: `spurline.moe.ops.record` is not fooled by recomputation.
+again: see `_choose`. In both, statistics count once: `spurline.moe.ops.record` is not fooled by recomputation.
 """
 
 from functools import partial
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
     CheckpointPolicy,
     SelectiveCheckpointContext,
     checkpoint,
@@ -29,6 +30,7 @@ _ATTENTION = {
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_fused_attention_overrideable.default,
 }
+_exchange = torch.ops.spurline.exchange_rows.default
 # With the place of the left factor among the arguments.
 _PRODUCTS = {
     _aten.mm.default: 0,
@@ -36,6 +38,12 @@ _PRODUCTS = {
     _aten.addmm.default: 1,
     _aten.baddbmm.default: 1,
     torch.ops.spurline.grouped_matmul.default: 0,
+}
+# The hooks of an FSDP unit inside a block (experts by themselves) mark for the profiler what they do, which is not the
+# same in both passes; torch would take the marks for computation that has changed.
+_MARKS = {
+    torch.ops.profiler._record_function_enter_new.default,
+    torch.ops.profiler._record_function_exit._RecordFunction,
 }
 
 
@@ -48,6 +56,7 @@ def apply_remat(model: nn.Module, mode: str) -> None:
         raise ValueError(f"activation_checkpoint.mode must be none, {' or '.join(_FORWARD)}, got {mode!r}")
     # What a block changes in Python (it frees weights packed for evaluation) need not be done a second time.
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+    SAC_IGNORED_OPS.update(_MARKS)
     for block in model.layers.children():  # type: ignore[union-attr]
         block.__dict__.pop("forward", None)
         if mode != "none":
@@ -71,21 +80,18 @@ def _selective_contexts(width: int) -> Any:
 
 
 def _choose(width: int, context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if _is_dear(op, args, width) else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _is_dear(op: Any, args: tuple[Any, ...], width: int) -> bool:
-    """Whether the result of op is kept, in a block of the given model width.
+    """Keep or recompute the result of op, in a block of the given model width.
 
     Kept are decisions, so that a token meets the same experts again whatever rounding does; what other ranks sent, so
-    that nothing is sent twice; attention; and matrix products each number of which is a sum over at least the model's
-    width. A shorter sum is soon done again, and often makes the widest results: keys and values out of a narrow latent,
-    or the output of an expert that is narrower than the model, once for each of a token's K experts.
+    that nothing is sent twice; what the host waited for; attention; and matrix products each number of which is a sum
+    over at least the model's width. A shorter sum is soon done again, and it is often such sums that make the largest
+    results: keys and values out of a narrow latent, or the output of experts that are narrower than the model, K times
+    for each token.
     """
     if op in _PRODUCTS:
-        return args[_PRODUCTS[op]].shape[-1] >= width
-    return op in _DECISIONS or op in _ATTENTION or _communicates(op)
-
-
-def _communicates(op: Any) -> bool:
-    return op.namespace == "_c10d_functional" or op is torch.ops.spurline.exchange_rows.default
+        keep = args[_PRODUCTS[op]].shape[-1] >= width
+    elif op is _aten._to_copy.default:
+        keep = args[0].device.type != "cpu" and kwargs.get("device") == torch.device("cpu")
+    else:
+        keep = op in _DECISIONS or op in _ATTENTION or op is _exchange or op.namespace == "_c10d_functional"
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE

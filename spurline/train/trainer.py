@@ -150,8 +150,8 @@ def share(tokens_BL: Tensor, labels_BL: Tensor, rank: int, size: int) -> tuple[T
     return tokens_BL[rows], torch.where(real, labels_BL[rows], IGNORE_INDEX)
 
 
-def make_trainer(config: RunConfig[Any], world: World | None = None) -> Trainer:
-    """Read the data, build the model with its seeded weights, and everything else a step needs (alone by default)."""
+def make_trainer(config: RunConfig[Any], world: World | None = None, data: DataSets | None = None) -> Trainer:
+    """Build the model with its seeded weights, and everything else a step needs: by default alone, on config.data."""
     world = world or World.alone()
     training, compile_ = config.training, config.compile
     if training.threads:
@@ -159,12 +159,7 @@ def make_trainer(config: RunConfig[Any], world: World | None = None) -> Trainer:
     torch.use_deterministic_algorithms(config.debug.deterministic)
     torch.manual_seed(training.seed)
 
-    data = open_data(config.data, training.seq_len, training.seed)
-    if data.tokenizer.vocab_size > config.model.vocab_size:
-        raise ValueError(
-            f"the tokenizer has {data.tokenizer.vocab_size} tokens, more than --model.vocab_size"
-            f" {config.model.vocab_size}: raise that to at least {data.tokenizer.vocab_size}"
-        )
+    data = data or open_data_for_model(config)
     with torch.device("meta"):
         model = config.model.build()
     one_call = False if config.debug.fsdp_two_calls else None
@@ -176,6 +171,16 @@ def make_trainer(config: RunConfig[Any], world: World | None = None) -> Trainer:
     if compile_.enable and "loss" in compile_.parts:
         loss_sum = compile_function(loss_sum, compile_.backend)
     return Trainer(config, world, data, model, build_optimizer(model, config.optimizer), loss_sum)
+
+
+def open_data_for_model(config: RunConfig[Any]) -> DataSets:
+    data = open_data(config.data, config.training.seq_len, config.training.seed)
+    if data.tokenizer.vocab_size > config.model.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {data.tokenizer.vocab_size} tokens, more than --model.vocab_size"
+            f" {config.model.vocab_size}: raise that to at least {data.tokenizer.vocab_size}"
+        )
+    return data
 
 
 def train(module: str, config_name: str, config: RunConfig[Any]) -> Path:

@@ -5,12 +5,15 @@ import torch
 from torch import Tensor
 
 from spurline.models.common.attention import LatentAttention
+from spurline.models.common.decoder_config import YarnConfig
 from spurline.models.common.init import initialize
+from spurline.models.common.rope import rope_frequencies
 
 DIM, HEADS, RANK, NOPE, ROPE, VALUE, THETA, EPS = 12, 3, 8, 6, 4, 5, 50.0, 1e-5
+YARN = YarnConfig(factor=4.0, original_seq_len=16, beta_fast=2.0, beta_slow=0.5, mscale=1.5, mscale_all_dim=0.5)
 
 
-def make_attention(q_lora_rank: int) -> LatentAttention:
+def make_attention(q_lora_rank: int, yarn: YarnConfig | None = None) -> LatentAttention:
     attention = LatentAttention(
         DIM,
         HEADS,
@@ -20,6 +23,7 @@ def make_attention(q_lora_rank: int) -> LatentAttention:
         qk_rope_head_dim=ROPE,
         v_head_dim=VALUE,
         rope_theta=THETA,
+        yarn=yarn,
         norm_eps=EPS,
     )
     initialize(attention, seed=3)
@@ -33,13 +37,13 @@ def reference_norm(x: Tensor, weight: Tensor) -> Tensor:
     return x / (x.square().mean() + EPS).sqrt() * weight
 
 
-def reference_rotate(x_R: Tensor, position: int) -> Tensor:
+def reference_rotate(x_R: Tensor, position: int, yarn: YarnConfig) -> Tensor:
     rotated = []
-    for pair in range(len(x_R) // 2):
-        angle = position * THETA ** (-2 * pair / len(x_R))
+    for pair, frequency in enumerate(rope_frequencies(len(x_R), THETA, x_R.device, yarn).tolist()):
+        angle = position * frequency
         even, odd = x_R[2 * pair], x_R[2 * pair + 1]
         rotated += [even * math.cos(angle) - odd * math.sin(angle), even * math.sin(angle) + odd * math.cos(angle)]
-    return torch.stack(rotated)
+    return torch.stack(rotated) * yarn.rotated_scale
 
 
 def reference_attention(attention: LatentAttention, x_LD: Tensor) -> Tensor:
@@ -52,11 +56,11 @@ def reference_attention(attention: LatentAttention, x_LD: Tensor) -> Tensor:
         else:
             q = weights["wq_b.weight"] @ reference_norm(weights["wq_a.weight"] @ x_D, weights["q_norm.weight"])
         down = weights["wkv_a.weight"] @ x_D
-        shared_key_R = reference_rotate(down[RANK:], position)
+        shared_key_R = reference_rotate(down[RANK:], position, attention.yarn)
         up = weights["wkv_b.weight"] @ reference_norm(down[:RANK], weights["kv_norm.weight"])
         for head in range(HEADS):
             q_head = q[head * (NOPE + ROPE) : (head + 1) * (NOPE + ROPE)]
-            queries.append(torch.cat([q_head[:NOPE], reference_rotate(q_head[NOPE:], position)]))
+            queries.append(torch.cat([q_head[:NOPE], reference_rotate(q_head[NOPE:], position, attention.yarn)]))
             kv_head = up[head * (NOPE + VALUE) : (head + 1) * (NOPE + VALUE)]
             keys.append(torch.cat([kv_head[:NOPE], shared_key_R]))
             values.append(kv_head[NOPE:])
@@ -65,16 +69,17 @@ def reference_attention(attention: LatentAttention, x_LD: Tensor) -> Tensor:
         heads = []
         for head in range(HEADS):
             seen = [past * HEADS + head for past in range(position + 1)]
-            scores = torch.stack([queries[position * HEADS + head] @ keys[i] for i in seen]) / math.sqrt(NOPE + ROPE)
+            scores = torch.stack([queries[position * HEADS + head] @ keys[i] for i in seen])
+            scores = scores / math.sqrt(NOPE + ROPE) * attention.yarn.softmax_scale
             share = scores.exp() / scores.exp().sum()
             heads.append(sum(share[n] * values[i] for n, i in enumerate(seen)))
         outputs.append(weights["wo.weight"] @ torch.cat(heads))
     return torch.stack(outputs)
 
 
-@pytest.mark.parametrize("q_lora_rank", [0, 7])
-def test_equals_the_plain_definition_in_forward_and_every_gradient(q_lora_rank):
-    attention = make_attention(q_lora_rank)
+@pytest.mark.parametrize(("q_lora_rank", "yarn"), [(0, None), (7, None), (7, YARN)])
+def test_equals_the_plain_definition_in_forward_and_every_gradient(q_lora_rank, yarn):
+    attention = make_attention(q_lora_rank, yarn)
     generator = torch.Generator().manual_seed(0)
     x_BLD = torch.randn(2, 6, DIM, generator=generator, requires_grad=True)
     upstream_BLD = torch.randn(2, 6, DIM, generator=generator)

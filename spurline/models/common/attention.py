@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spurline.models.common.decoder_config import YarnConfig
 from spurline.models.common.init import INIT_STD
 from spurline.models.common.linear import Linear
 from spurline.models.common.norm import RMSNorm
@@ -33,6 +34,7 @@ class LatentAttention(nn.Module):
         v_head_dim: int,
         rope_theta: float,
         norm_eps: float,
+        yarn: YarnConfig | None = None,
         output_std: float = INIT_STD,
     ) -> None:
         super().__init__()
@@ -43,7 +45,8 @@ class LatentAttention(nn.Module):
         self.qk_head_dim = qk_nope_head_dim + qk_rope_head_dim
         self.v_head_dim = v_head_dim
         self.rope_theta = rope_theta
-        self.softmax_scale = self.qk_head_dim**-0.5
+        self.yarn = yarn or YarnConfig()
+        self.softmax_scale = self.qk_head_dim**-0.5 * self.yarn.softmax_scale
 
         if q_lora_rank:
             self.wq_a = Linear(dim, q_lora_rank)
@@ -62,7 +65,7 @@ class LatentAttention(nn.Module):
     def forward(self, x_BLD: Tensor, positions_L: Tensor | None = None) -> Tensor:
         if positions_L is None:
             positions_L = torch.arange(x_BLD.shape[1], device=x_BLD.device)
-        tables = rope_tables(positions_L, self.qk_rope_head_dim, self.rope_theta)
+        tables = rope_tables(positions_L, self.qk_rope_head_dim, self.rope_theta, self.yarn)
         q_BLHQ = self._queries(x_BLD, tables)
         k_BLHQ, v_BLHV = self._keys_and_values(x_BLD, tables)
         out_BHLV = F.scaled_dot_product_attention(

@@ -1,35 +1,30 @@
 """What every decoder-only language model shares: embedding, pre-norm residual blocks, final norm, output head."""
 
 from collections.abc import Callable
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from spurline.models.common.decoder_config import DecoderConfig
+from spurline.models.common.feed_forward import FeedForward
+from spurline.models.common.init import INIT_STD, residual_std
 from spurline.models.common.linear import Embedding, Linear
 from spurline.models.common.norm import RMSNorm
+from spurline.moe import MoE
 from spurline.parallel.tensor import TensorParallel
 
 
 class DecoderBlock(nn.Module):
     """Pre-norm residual attention, then a dense feed-forward or an MoE layer: (B, l, D) -> (B, l, D)."""
 
-    def __init__(
-        self,
-        dim: int,
-        norm_eps: float,
-        attention: nn.Module,
-        *,
-        feed_forward: nn.Module | None = None,
-        moe: nn.Module | None = None,
-    ) -> None:
+    def __init__(self, config: DecoderConfig, layer: int, attention: nn.Module) -> None:
         super().__init__()
-        assert (feed_forward is None) != (moe is None), "a block has either a feed_forward or a moe"
-        self.attention_norm = RMSNorm(dim, norm_eps)
+        moe, output_std = config.moe_of_layer(layer), residual_std(config.num_layers)
+        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
         self.attention = attention
-        self.ffn_norm = RMSNorm(dim, norm_eps)
-        self.feed_forward = feed_forward
-        self.moe = moe
+        self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
+        self.feed_forward = None if moe else FeedForward(config.dim, config.dense_hidden_dim, output_std)
+        self.moe = MoE(moe, INIT_STD, output_std) if moe else None
         self.tp = TensorParallel()
 
     def forward(self, x_BlD: Tensor, length: int | None = None) -> Tensor:
@@ -47,21 +42,24 @@ class DecoderBlock(nn.Module):
 class Decoder(nn.Module):
     """Language model: tokens (B, L) -> logits (B, L, vocab_size) in `compute_dtype`.
 
-    Under tensor parallelism, a rank has its share of the positions between blocks, and its share of the vocabulary at
-    the end.
+    A family gives its attention: make_attention(output_std), called for each block, with the standard deviation of the
+    initial weights that write into the residual stream. Under tensor parallelism, a rank has its share of the positions
+    between blocks, and its share of the vocabulary at the end.
     """
 
-    tensor_parallel_dims: ClassVar = {"output.weight": 0}
-
-    def __init__(
-        self, *, vocab_size: int, dim: int, num_layers: int, norm_eps: float, make_block: Callable[[int], nn.Module]
-    ) -> None:
+    def __init__(self, config: DecoderConfig, make_attention: Callable[[float], nn.Module]) -> None:
         super().__init__()
+        self.config = config
         self.compute_dtype = torch.float32
-        self.embedding = Embedding(vocab_size, dim)
-        self.layers = nn.ModuleDict({str(layer): make_block(layer) for layer in range(num_layers)})
-        self.norm = RMSNorm(dim, norm_eps)
-        self.output = Linear(dim, vocab_size)
+        self.embedding = Embedding(config.vocab_size, config.dim)
+        output_std = residual_std(config.num_layers)
+        self.layers = nn.ModuleDict(
+            {str(layer): DecoderBlock(config, layer, make_attention(output_std)) for layer in range(config.num_layers)}
+        )
+        self.norm = RMSNorm(config.dim, config.norm_eps)
+        # Tied, the embedding is the output head: one parameter in one place, also where it is split or sharded.
+        self.output = None if config.tied_embeddings else Linear(config.dim, config.vocab_size)
+        self.tensor_parallel_dims = {} if config.tied_embeddings else {"output.weight": 0}
         self.tp = TensorParallel()
 
     def forward(self, tokens_BL: Tensor) -> Tensor:
@@ -69,4 +67,5 @@ class Decoder(nn.Module):
         x_BlD = self.embedding(tokens_BL).to(self.compute_dtype)
         for block in self.layers.values():
             x_BlD = block(x_BlD, tokens_BL.shape[1])
-        return self.output(self.tp.gather(self.norm(x_BlD), tokens_BL.shape[1]))
+        x_BLD = self.tp.gather(self.norm(x_BlD), tokens_BL.shape[1])
+        return self.embedding.score(x_BLD) if self.output is None else self.output(x_BLD)

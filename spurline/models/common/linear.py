@@ -41,6 +41,10 @@ class Embedding(nn.Embedding):
     def forward(self, tokens_BL: Tensor) -> Tensor:
         return self.tp.scatter(self.tp.look_up(tokens_BL, local(self.weight)))
 
+    def score(self, x_BLD: Tensor) -> Tensor:
+        """The product with every row, for a model whose output head is its embedding: (B, L, dim) -> (B, L, rows)."""
+        return F.linear(x_BLD, local(self.weight).to(x_BLD.dtype))
+
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator | None) -> None:
         fill_truncated_normal(tensor, self.std, generator)
 

@@ -1,0 +1,1 @@
+"""AGPT: a dense decoder in the style of Llama."""

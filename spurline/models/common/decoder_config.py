@@ -1,0 +1,223 @@
+"""What the configs of decoder families share: their common fields, checks and arithmetic. Free of torch.
+
+A family's config is a DecoderConfig with its attention's fields, and a SparseDecoderConfig where it has experts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from spurline.moe.config import MoEConfig
+from spurline.parallel.degrees import ParallelFacts
+
+
+def not_positive(section: Any, *names: str) -> list[str]:
+    """A sentence for each of the named fields that is zero or negative."""
+    return [f"{name} must be positive, got {getattr(section, name)}" for name in names if getattr(section, name) <= 0]
+
+
+@dataclass(frozen=True)
+class YarnConfig:
+    """YaRN: sequences longer than those a model has learned from; slow rotations are stretched and fast ones stay."""
+
+    factor: float = 1.0
+    """How many times longer than original_seq_len sequences may be (1 = off)."""
+    original_seq_len: int = 4096
+    """Length of the sequences that the model has learned from."""
+    beta_fast: float = 32.0
+    """Channels that turn more often than this within original_seq_len keep their frequency."""
+    beta_slow: float = 1.0
+    """Channels that turn less often than this are slowed down by the whole factor."""
+    mscale: float = 1.0
+    """How fast queries and keys grow with the logarithm of the factor, in their rotated channels."""
+    mscale_all_dim: float = 0.0
+    """How much of that growth is given to all channels instead of the rotated ones."""
+
+    def problems(self) -> list[str]:
+        found = not_positive(self, "original_seq_len", "beta_slow")
+        if self.factor < 1:
+            found.append(f"factor must be at least 1, got {self.factor}")
+        if self.beta_fast <= self.beta_slow:
+            found.append(f"beta_fast {self.beta_fast} must be larger than beta_slow {self.beta_slow}")
+        found += [
+            f"{name} must not be negative, got {getattr(self, name)}"
+            for name in ("mscale", "mscale_all_dim")
+            if getattr(self, name) < 0
+        ]
+        return found
+
+    @property
+    def rotated_scale(self) -> float:
+        """What the rotated channels of queries and of keys are multiplied with."""
+        return self._growth(self.mscale) / self._growth(self.mscale_all_dim)
+
+    @property
+    def softmax_scale(self) -> float:
+        """What the products of queries and keys are multiplied with, besides the usual 1 / sqrt(width)."""
+        return self._growth(self.mscale_all_dim) ** 2
+
+    def _growth(self, rate: float) -> float:
+        return 1 + 0.1 * rate * math.log(self.factor)
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    vocab_size: int = 264
+    """Size of the vocabulary; the built-in byte tokenizer uses 257 entries."""
+    dim: int = 256
+    """Model width D."""
+    num_layers: int = 4
+    """Transformer blocks."""
+    dense_hidden_dim: int = 512
+    """Hidden width of the dense feed-forward."""
+    tied_embeddings: bool = False
+    """Use the embedding's matrix as the output head too."""
+    rope_theta: float = 10000.0
+    """Base of the rotary frequencies."""
+    yarn: YarnConfig = field(default_factory=YarnConfig)
+    norm_eps: float = 1e-5
+    """Added under the root of RMSNorm."""
+    num_heads: int = 4
+    """Attention heads."""
+
+    def problems(self) -> list[str]:
+        """Everything that is wrong with this config, one sentence each; empty when it is sound."""
+        found = not_positive(self, "vocab_size", "dim", "num_layers", "num_heads", "norm_eps")
+        if self._num_dense() > 0:
+            found += not_positive(self, "dense_hidden_dim")
+        if self.rope_theta <= 1:
+            found.append(f"rope_theta must be larger than 1, got {self.rope_theta}")
+        return found + [f"yarn.{problem}" for problem in self.yarn.problems()]
+
+    def moe_of_layer(self, layer: int) -> MoEConfig | None:
+        """What block number `layer` has in place of a dense feed-forward."""
+        return None
+
+    def with_forced_balance(self: D) -> D:
+        """The same model with experts that all get the same number of rows: a dense one as it is."""
+        return self
+
+    def parallel_facts(self) -> ParallelFacts:
+        dense_hidden_dim = (("dense_hidden_dim", self.dense_hidden_dim),) if self._num_dense() else ()
+        return ParallelFacts(
+            num_heads=self.num_heads, split_widths=(("vocab_size", self.vocab_size), *dense_hidden_dim)
+        )
+
+    def num_params(self) -> int:
+        """All parameters, embedding and output head included; tied ones are counted once."""
+        return self._params_outside_moe()
+
+    def num_active_params(self) -> int:
+        """Those that one token meets: all but the experts it isn't sent to."""
+        return self._params_outside_moe()
+
+    def flops_per_token(self, seq_len: int) -> int:
+        """Forward and backward: six for each active matrix weight, plus causal attention."""
+        looked_up = 0 if self.tied_embeddings else self.vocab_size * self.dim
+        attention = self.num_layers * self.num_heads * self._key_and_value_dim() * seq_len
+        return 6 * (self.num_active_params() - looked_up) + 3 * attention
+
+    def build(self) -> Any:
+        """The model, as an nn.Module."""
+        raise NotImplementedError
+
+    def _num_dense(self) -> int:
+        """How many blocks have a dense feed-forward."""
+        return self.num_layers
+
+    def _params_outside_moe(self) -> int:
+        """All parameters but those of MoE layers."""
+        embedding_and_output = (1 if self.tied_embeddings else 2) * self.vocab_size * self.dim
+        blocks = self.num_layers * (self._attention_params() + 2 * self.dim)
+        dense = self._num_dense() * 3 * self.dim * self.dense_hidden_dim
+        return embedding_and_output + blocks + dense + self.dim
+
+    def _attention_params(self) -> int:
+        """The parameters of one layer's attention."""
+        raise NotImplementedError
+
+    def _key_and_value_dim(self) -> int:
+        """The width of one head's key plus that of its value."""
+        raise NotImplementedError
+
+
+D = TypeVar("D", bound=DecoderConfig)
+
+
+@dataclass(frozen=True)
+class SparseDecoderConfig(DecoderConfig):
+    """A decoder of which the first blocks are dense, and the others have experts."""
+
+    num_dense_layers: int = 0
+    """The first blocks, which have a dense feed-forward instead of experts."""
+    moe: MoEConfig = field(default_factory=MoEConfig)
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if not 0 <= self.num_dense_layers <= self.num_layers:
+            found.append(
+                f"num_dense_layers must be between 0 and num_layers {self.num_layers}, got {self.num_dense_layers}"
+            )
+        if self.moe.dim not in (0, self.dim):
+            found.append(f"moe.dim {self.moe.dim} differs from dim {self.dim}: leave it at 0 to follow the model")
+        if self._num_moe() > 0:
+            found += [f"moe.{problem}" for problem in self.layer_moe().problems() if not problem.startswith("dim ")]
+        return found
+
+    def layer_moe(self) -> MoEConfig:
+        """The MoE layers' config, with the model's width filled in."""
+        return replace(self.moe, dim=self.dim)
+
+    def moe_of_layer(self, layer: int) -> MoEConfig | None:
+        return None if layer < self.num_dense_layers else self.layer_moe()
+
+    def with_forced_balance(self: S) -> S:
+        return replace(self, moe=replace(self.moe, force_load_balance=True))
+
+    def parallel_facts(self) -> ParallelFacts:
+        num_experts = self.moe.num_experts if self._num_moe() else 0
+        return replace(super().parallel_facts(), num_experts=num_experts, expert_hidden_dim=self.moe.hidden_dim)
+
+    def num_params(self) -> int:
+        return self._params_outside_moe() + self._num_moe() * self.layer_moe().num_params()
+
+    def num_active_params(self) -> int:
+        return self._params_outside_moe() + self._num_moe() * self.layer_moe().num_active_params()
+
+    def _num_dense(self) -> int:
+        return self.num_dense_layers
+
+    def _num_moe(self) -> int:
+        return self.num_layers - self.num_dense_layers
+
+
+S = TypeVar("S", bound=SparseDecoderConfig)
+
+
+@dataclass(frozen=True)
+class GroupedQueryConfig(DecoderConfig):
+    """A decoder with grouped-query attention."""
+
+    num_kv_heads: int = 2
+    """Heads of keys and values, each of which is shared by as many query heads."""
+    head_dim: int = 64
+    """Width of a head."""
+
+    def problems(self) -> list[str]:
+        found = super().problems() + not_positive(self, "num_kv_heads", "head_dim")
+        if self.num_kv_heads > 0 and self.num_heads % self.num_kv_heads:
+            found.append(f"num_kv_heads {self.num_kv_heads} does not divide num_heads {self.num_heads}")
+        if self.head_dim % 2:
+            found.append(f"head_dim must be even, got {self.head_dim}")
+        return found
+
+    def parallel_facts(self) -> ParallelFacts:
+        return replace(super().parallel_facts(), num_kv_heads=self.num_kv_heads)
+
+    def _attention_params(self) -> int:
+        return 2 * self.dim * (self.num_heads + self.num_kv_heads) * self.head_dim
+
+    def _key_and_value_dim(self) -> int:
+        return 2 * self.head_dim

@@ -1,0 +1,39 @@
+"""The parts of a preset that don't depend on the family: how a model of some size is trained. Free of torch."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from spurline.config import (
+    ActivationCheckpoint,
+    Checkpoint,
+    LRScheduler,
+    ModelConfig,
+    Optimizer,
+    RunConfig,
+    Training,
+)
+
+M = TypeVar("M", bound=ModelConfig)
+
+
+def debug_run(model: M) -> RunConfig[M]:
+    """A run of some seconds on a CPU, in which the loss clearly falls."""
+    return RunConfig(
+        model=model,
+        training=Training(steps=60, seq_len=128, local_batch_size=8),
+        optimizer=Optimizer(lr=3e-3),
+        lr_scheduler=LRScheduler(warmup_steps=5, decay_ratio=0.5),
+    )
+
+
+def full_size_run(model: M, lr: float, seq_len: int = 4096) -> RunConfig[M]:
+    """A start for training on many GPUs: bfloat16, one sequence a rank, and blocks that recompute what is cheap."""
+    return RunConfig(
+        model=model,
+        training=Training(steps=10_000, seq_len=seq_len, local_batch_size=1, dtype="bfloat16"),
+        optimizer=Optimizer(lr=lr),
+        lr_scheduler=LRScheduler(warmup_steps=500, decay_ratio=0.2, min_lr_factor=0.1),
+        activation_checkpoint=ActivationCheckpoint(mode="selective"),
+        checkpoint=Checkpoint(interval=500),
+    )

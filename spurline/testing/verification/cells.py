@@ -1,0 +1,188 @@
+"""One way to train a model: how it is spread over ranks, and what is computed how. Free of torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from spurline.config import (
+    ActivationCheckpoint,
+    Compile,
+    Debug,
+    LRScheduler,
+    Optimizer,
+    Parallelism,
+    RunConfig,
+    Training,
+)
+from spurline.models.deepseek_v3.configs import DeepSeekV3Config
+from spurline.moe.config import MoEConfig
+from spurline.parallel.degrees import degree_problems
+
+NUM_STEPS = 2
+SEQUENCES_A_STEP = 8
+# Below the norm of any gradient that a model starts with, so that it is always scaled.
+CLIP_NORM = 1e-2
+
+TINY_MODEL = DeepSeekV3Config(
+    vocab_size=32,
+    dim=16,
+    num_layers=2,
+    num_dense_layers=1,
+    dense_hidden_dim=24,
+    num_heads=4,
+    q_lora_rank=12,
+    kv_lora_rank=8,
+    qk_nope_head_dim=4,
+    qk_rope_head_dim=4,
+    v_head_dim=8,
+    moe=MoEConfig(hidden_dim=16, num_experts=8, top_k=2, num_shared_experts=1, check_exchange=True),
+)
+
+# The options of an MoE layer that cells vary: by field of Cell, what each value stands for. The first is the usual one.
+MOE_OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
+    "exchange": {
+        "uneven": {"equal_split": "off"},
+        "adaptive equal split": {"equal_split": "adaptive", "equal_split_threshold": 0.5},
+        "equal split": {"equal_split": "forced"},
+        "forced balance": {"force_load_balance": True},
+    },
+    "num_experts": {f"{number} experts": {"num_experts": number} for number in (8, 6)},
+    "experts": {name: {"experts_backend": name} for name in ("loop", "grouped_mm", "bmm")},
+    "score": {"score after": {"score_before_experts": False}, "score before": {"score_before_experts": True}},
+    "router": {
+        "softmax": {"score_func": "softmax"},
+        "sigmoid": {"score_func": "sigmoid", "route_norm": True, "route_scale": 2.5},
+        "groups and bias": {"num_groups": 2, "num_limited_groups": 1, "bias_update_rate": 1e-2},
+    },
+    "balance": {
+        "sequence loss": {"aux_loss": "sequence", "aux_loss_weight": 0.1},
+        "batch and z loss": {"aux_loss": "batch", "aux_loss_weight": 0.1, "z_loss_weight": 0.01},
+        "no balance loss": {"aux_loss": "none"},
+    },
+}
+AS_GIVEN = ""
+"""The value of a field that MOE_OPTIONS would change, where the model's own options are to be judged."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    ranks: int = 1
+    replicate: int = 1
+    tp: int = 1
+    ep: int = 1
+    etp: int = 1
+    exchange: str = "uneven"
+    num_experts: str = "8 experts"
+    experts: str = "loop"
+    score: str = "score after"
+    router: str = "softmax"
+    balance: str = "sequence loss"
+    remat: str = "none"
+    compile: str = "off"
+    fsdp_calls: int = 1
+    micro_batches: int = 1
+    seq_len: int = 12
+    clip: bool = False
+
+    @property
+    def dp(self) -> int:
+        return self.ranks // self.tp
+
+    @property
+    def name(self) -> str:
+        """What is spread, and everything that is not as usual."""
+        degrees = {"replicate": self.replicate, "shard": self.dp // self.replicate}
+        degrees |= {"tp": self.tp, "ep": self.ep, "etp": self.etp}
+        parts = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
+        usual = Cell()
+        values = {field: getattr(self, field) for field in MOE_OPTIONS}
+        parts += [value for field, value in values.items() if value not in (getattr(usual, field), AS_GIVEN)]
+        parts += [f"remat {self.remat}"] * (self.remat != "none") + [self.compile] * (self.compile != "off")
+        parts += ["two fsdp calls"] * (self.fsdp_calls == 2)
+        parts += [f"{self.micro_batches} micro-batches"] * (self.micro_batches > 1)
+        parts += [f"length {self.seq_len}"] * (self.seq_len != usual.seq_len) + ["clip"] * self.clip
+        return ", ".join(parts) or "as usual"
+
+
+def keep_given(cell: Cell, given: set[str]) -> Cell:
+    """The cell without changes to the given MoE options: those are judged as they are."""
+    as_given: dict[str, Any] = {
+        field: AS_GIVEN
+        for field, values in MOE_OPTIONS.items()
+        if any(option in given for options in values.values() for option in options)
+    }
+    return replace(cell, **as_given)
+
+
+def run_config(cell: Cell, model: Any) -> RunConfig[Any]:
+    """What the trainer is told in this cell."""
+    options: dict[str, Any] = {}
+    for field, values in MOE_OPTIONS.items():
+        options |= values.get(getattr(cell, field), {})
+    if options:
+        model = replace(model, moe=replace(model.moe, **options))
+    return RunConfig(
+        model=model,
+        training=Training(
+            steps=NUM_STEPS,
+            seq_len=_seq_len(cell, model),
+            local_batch_size=SEQUENCES_A_STEP // (cell.dp * cell.micro_batches),
+            global_batch_size=SEQUENCES_A_STEP,
+            max_grad_norm=CLIP_NORM if cell.clip else 0.0,
+            threads=1,
+        ),
+        # A large eps makes the update a smooth function of the gradient, its scale included. With a small one, the
+        # first update is the gradient's sign: rounding would flip some of them, and a wrong scale would not show.
+        optimizer=Optimizer(lr=1e-2, eps=1e-2),
+        lr_scheduler=LRScheduler(warmup_steps=0, decay_ratio=0.0),
+        parallelism=Parallelism(cell.replicate, -1, cell.tp, cell.ep, cell.etp),
+        compile=Compile(enable=cell.compile != "off", backend=cell.compile),
+        activation_checkpoint=ActivationCheckpoint(mode=cell.remat),  # type: ignore[arg-type]
+        debug=Debug(fsdp_two_calls=cell.fsdp_calls == 2),
+    )
+
+
+def _seq_len(cell: Cell, model: Any) -> int:
+    """Forced balance numbers the tokens of each rank: with this length, that is how one rank numbers all of them."""
+    num_experts = model.parallel_facts().num_experts
+    if num_experts and model.with_forced_balance() == model:
+        return num_experts * cell.tp
+    return cell.seq_len
+
+
+def reference_config(config: RunConfig[Any]) -> RunConfig[Any]:
+    """The same training on one rank, without anything that may not change what is computed."""
+    model, moe = config.model, getattr(config.model, "moe", None)
+    if isinstance(moe, MoEConfig):
+        usual = MoEConfig()
+        how = ("experts_backend", "dispatcher", "equal_split", "equal_split_threshold", "check_exchange")
+        model = replace(model, moe=replace(moe, **{name: getattr(usual, name) for name in how}))
+    return replace(
+        config,
+        model=model,
+        training=replace(config.training, local_batch_size=SEQUENCES_A_STEP),
+        parallelism=Parallelism(),
+        compile=Compile(),
+        activation_checkpoint=ActivationCheckpoint(),
+        debug=Debug(),
+    )
+
+
+def cell_problems(cell: Cell, model: Any) -> list[str]:
+    """Why this model can't be trained in this way, or not be compared; empty where it can."""
+    found: list[str] = []
+    if SEQUENCES_A_STEP % (cell.dp * cell.micro_batches):
+        found.append(f"{SEQUENCES_A_STEP} sequences don't make {cell.micro_batches} micro-batches on {cell.dp} ranks")
+        return found
+    config = run_config(cell, model)
+    found += config.problems()
+    moe = getattr(config.model, "moe", None)
+    if isinstance(moe, MoEConfig):
+        if moe.experts_backend == "bmm" and not (moe.force_load_balance and cell.compile == "off"):
+            found.append("experts_backend bmm needs forced balance, without compile")
+        if moe.aux_loss == "batch" and cell.micro_batches > 1:
+            found.append("a batch loss is one of each micro-batch, not of them all")
+    if not found:
+        found = degree_problems(config.parallelism, cell.ranks, model=config.model, training=config.training)
+    return [problem.partition("; nearest that works")[0] for problem in found]

@@ -1,0 +1,120 @@
+"""Which cells `spurline verify` runs: a few that touch everything, or all pairs of everything. Free of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from itertools import combinations
+from random import Random
+from typing import Any
+
+from spurline.testing.verification.cells import MOE_OPTIONS, TINY_MODEL, Cell, cell_problems
+
+# Every value of every axis once, on as few ranks as show it; compiled ones, which take long, on two.
+QUICK = [
+    Cell(),
+    Cell(experts="grouped_mm", score="score before", router="sigmoid", remat="selective", micro_batches=2),
+    Cell(compile="aot_eager", balance="batch and z loss", seq_len=13),
+    Cell(2, balance="no balance loss", remat="full", micro_batches=2, clip=True),
+    Cell(2, replicate=2, num_experts="6 experts", experts="grouped_mm", balance="batch and z loss"),
+    Cell(2, tp=2, seq_len=13, balance="batch and z loss", clip=True),
+    Cell(2, ep=2, exchange="adaptive equal split", router="groups and bias", fsdp_calls=2, remat="full"),
+    Cell(2, ep=2, compile="aot_eager", exchange="equal split", score="score before", clip=True),
+    Cell(2, tp=2, ep=2, compile="aot_eager", remat="selective", router="sigmoid", seq_len=13),
+    Cell(4, tp=4, score="score before", router="groups and bias"),
+    Cell(4, ep=4, exchange="forced balance", experts="bmm", score="score before", clip=True),
+    Cell(4, ep=2, etp=2, exchange="equal split", router="sigmoid", fsdp_calls=2, micro_batches=2),
+    Cell(4, replicate=2, ep=2, num_experts="6 experts", router="groups and bias", micro_batches=2, seq_len=13),
+    Cell(4, replicate=2, tp=2, ep=2, balance="no balance loss", remat="selective", clip=True),
+    Cell(4, tp=2, ep=4, experts="grouped_mm", exchange="adaptive equal split", balance="batch and z loss", seq_len=13),
+    Cell(4, tp=2, ep=2, etp=2, remat="selective", router="groups and bias", fsdp_calls=2, seq_len=13, clip=True),
+]
+
+# What --full runs besides QUICK and all pairs: more ranks, and generated code.
+MORE = [
+    Cell(8, tp=2, ep=4, seq_len=13, clip=True),
+    Cell(8, tp=2, ep=2, etp=2, exchange="equal split", remat="selective"),
+    Cell(8, replicate=2, tp=2, ep=4, router="groups and bias", balance="batch and z loss"),
+    Cell(8, tp=2, ep=4, compile="aot_eager"),
+    Cell(compile="inductor", router="sigmoid"),
+    Cell(2, tp=2, compile="inductor", remat="full", seq_len=13),
+    Cell(2, ep=2, compile="inductor", balance="batch and z loss"),
+    Cell(4, tp=2, ep=2, etp=2, compile="inductor", remat="selective", clip=True),
+]
+
+_SPREADS: list[dict[str, int]] = [
+    {"ranks": 1},
+    {"ranks": 2},
+    {"ranks": 2, "replicate": 2},
+    {"ranks": 2, "tp": 2},
+    {"ranks": 2, "ep": 2},
+    {"ranks": 2, "tp": 2, "ep": 2},
+    {"ranks": 4},
+    {"ranks": 4, "tp": 4},
+    {"ranks": 4, "ep": 2},
+    {"ranks": 4, "ep": 4},
+    {"ranks": 4, "ep": 2, "etp": 2},
+    {"ranks": 4, "replicate": 2, "ep": 2},
+    {"ranks": 4, "replicate": 2, "tp": 2, "ep": 2},
+    {"ranks": 4, "tp": 2},
+    {"ranks": 4, "tp": 2, "ep": 2},
+    {"ranks": 4, "tp": 2, "ep": 4},
+    {"ranks": 4, "tp": 2, "ep": 2, "etp": 2},
+]
+# Each value as the fields of a Cell that it sets.
+AXES: dict[str, list[dict[str, Any]]] = {
+    "spread": _SPREADS,
+    **{field: [{field: value} for value in values] for field, values in MOE_OPTIONS.items()},
+    "remat": [{"remat": mode} for mode in ("none", "full", "selective")],
+    "compile": [{"compile": backend} for backend in ("off", "aot_eager")],
+    "fsdp_calls": [{"fsdp_calls": 1}, {"fsdp_calls": 2}],
+    "micro_batches": [{"micro_batches": 1}, {"micro_batches": 2}],
+    "seq_len": [{"seq_len": 12}, {"seq_len": 13}],
+    "clip": [{"clip": False}, {"clip": True}],
+}
+
+
+def full_cells() -> list[Cell]:
+    """QUICK, cells in which each two values of different axes meet wherever they can, and MORE."""
+    return list(dict.fromkeys([*QUICK, *all_pairs(), *MORE]))
+
+
+def all_pairs() -> list[Cell]:
+    """Few cells with every pair of values that go together: found greedily, and the same ones each time."""
+    random = Random(0)
+    values = [(axis, index) for axis in AXES for index in range(len(AXES[axis]))]
+    missing = {pair: None for pair in combinations(values, 2) if pair[0][0] != pair[1][0]}
+    cells = []
+    while missing:
+        pair = next(iter(missing))
+        drawn = [{axis: random.randrange(len(AXES[axis])) for axis in AXES} | dict(pair) for _ in range(300)]
+        drawn.sort(key=lambda choice: _worth(choice, missing), reverse=True)
+        best = next((choice for choice in drawn if is_sensible(_cell(choice))), None)
+        if best is None:  # the two exclude each other
+            del missing[pair]
+            continue
+        cells.append(_cell(best))
+        for pair in combinations(best.items(), 2):
+            missing.pop(pair, None)
+    return cells
+
+
+def _worth(choice: dict[str, int], missing: Container[Any]) -> float:
+    """The pairs that a cell would add; one that is compiled takes as long as ten others."""
+    return sum(pair in missing for pair in combinations(choice.items(), 2)) / (10 if choice["compile"] else 1)
+
+
+def is_sensible(cell: Cell) -> bool:
+    """Whether the cell works, and everything in it makes a difference."""
+    idle = (
+        ("equal split" in cell.exchange and cell.ep == 1)
+        or (cell.fsdp_calls == 2 and cell.ranks == 1)
+        or (cell.exchange == "forced balance" and cell.seq_len != Cell().seq_len)  # which has a length of its own
+    )
+    return not idle and not cell_problems(cell, TINY_MODEL)
+
+
+def _cell(choice: dict[str, int]) -> Cell:
+    fields: dict[str, Any] = {}
+    for axis, index in choice.items():
+        fields |= AXES[axis][index]
+    return Cell(**fields)

@@ -1,0 +1,129 @@
+"""What a rank does for a cell: take the trainer's own steps, and compare them with those of the reference.
+
+N sequences of L tokens in all steps, of which a rank reads B at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from spurline.config import RunConfig
+from spurline.data import DataSets
+from spurline.data.tokenizer import ByteTokenizer
+from spurline.parallel.degrees import resolve_degrees
+from spurline.parallel.mesh import build_meshes
+from spurline.parallel.world import World
+from spurline.testing.verification.reference import use_reference
+from spurline.train.loss import IGNORE_INDEX
+from spurline.train.trainer import Trainer, make_trainer
+
+# What a step leaves behind, by kind and name.
+Results = dict[str, dict[str, Tensor]]
+# Relative errors by kind and name.
+Errors = dict[str, dict[str, float]]
+
+
+def save_reference(config: RunConfig[Any], path: str) -> str:
+    """Take the steps of the reference on this process, and keep what they leave at path; returns what computed."""
+    trainer = make_trainer(config, World(torch.device("cpu"), resolve_degrees(config.parallelism, 1)), _data(config))
+    what = use_reference(trainer.model, config.training.global_batch_size * config.training.seq_len)
+    torch.save(list(take_steps(trainer)), path)
+    return what
+
+
+def measure_cell(config: RunConfig[Any], path: str) -> list[Errors]:
+    """Take the same steps as one of the ranks; returns the errors of each step."""
+    ranks = dist.get_world_size()
+    degrees = resolve_degrees(config.parallelism, ranks)
+    meshes = build_meshes(degrees, "cpu") if ranks > 1 else None
+    trainer = make_trainer(config, World(torch.device("cpu"), degrees, meshes), _data(config))
+    expected = torch.load(path, mmap=True)
+    return [errors_of_step(*results) for results in zip(take_steps(trainer), expected, strict=True)]
+
+
+def prepare_rank(package: str) -> None:
+    """Load the user's package, so that it registers what it brings, and keep torch's remarks to itself."""
+    torch._logging.set_logs(all=logging.ERROR)
+    if package:
+        import_module(package)
+
+
+def take_steps(trainer: Trainer) -> Iterator[Results]:
+    """Take every step of the trainer's config, and say what each leaves behind: in full, and as this rank has it."""
+    gradients: dict[str, Tensor] = {}
+
+    def note_gradients(*_: Any) -> None:
+        gradients.clear()
+        gradients.update(_in_full({name: p.grad for name, p in trainer.model.named_parameters()}))
+
+    trainer.optimizer.register_step_pre_hook(note_gradients)
+    for step in range(1, trainer.config.training.steps + 1):
+        record = trainer.step(step)
+        losses = {key: record[key] for key in ("loss", "balance_loss") if record[key] is not None}
+        yield {
+            "loss": _as_tensors(losses),
+            "norm": _as_tensors({"gradient": record["grad_norm"]}),
+            "gradient": dict(gradients),
+            "weight": _in_full(dict(trainer.model.named_parameters())),
+            "rows": _as_tensors(record["expert_load"]),
+        }
+
+
+def errors_of_step(actual: Results, expected: Results) -> Errors:
+    """The relative error of each result; a gradient next to none is measured by a millionth of all gradients."""
+    least = {"gradient": 1e-6 * torch.stack([g.norm() for g in expected["gradient"].values()]).norm().item()}
+    return {
+        kind: {
+            name: _relative_error(actual[kind].get(name), result, least.get(kind, 0.0))
+            for name, result in results.items()
+        }
+        for kind, results in expected.items()
+    }
+
+
+def _relative_error(actual: Tensor | None, expected: Tensor, least: float) -> float:
+    """The norm of the difference over that of what is expected; infinite where anything is not a number, or is not."""
+    if actual is None or not torch.isfinite(actual).all() or not torch.isfinite(expected).all():
+        return math.inf
+    difference = (actual.double() - expected.double()).norm()
+    return (difference / expected.double().norm().clamp_min(max(least, 1e-30))).item() if difference else 0.0
+
+
+def _as_tensors(numbers: dict[str, Any]) -> dict[str, Tensor]:
+    return {name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()}
+
+
+def _in_full(tensors: dict[str, Tensor | None]) -> dict[str, Tensor]:
+    """A copy of each tensor, put together from all ranks where it is sharded; all ranks call this alike."""
+    whole = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
+    return {name: t.detach().clone() for name, t in whole.items() if t is not None}
+
+
+class _Sequences:
+    """Random sequences in place of a data set: the second has no labels at all, the first none at its start."""
+
+    def __init__(self, config: RunConfig[Any]) -> None:
+        training = config.training
+        shape = (training.global_batch_size * training.steps, training.seq_len + 1)
+        tokens_NL = torch.randint(config.model.vocab_size, shape, generator=torch.Generator().manual_seed(1))
+        self.tokens_NL, self.labels_NL = tokens_NL[:, :-1], tokens_NL[:, 1:].clone()
+        self.labels_NL[0, : training.seq_len // 3] = IGNORE_INDEX
+        self.labels_NL[1] = IGNORE_INDEX
+
+    def batch(self, start: int, count: int) -> tuple[Tensor, Tensor]:
+        """Tokens and labels (B, L) of the sequences start, start + 1, ..."""
+        return self.tokens_NL[start : start + count], self.labels_NL[start : start + count]
+
+
+def _data(config: RunConfig[Any]) -> DataSets:
+    sequences: Any = _Sequences(config)
+    return DataSets(ByteTokenizer(), sequences, validation=None, num_documents=0, num_tokens=0)

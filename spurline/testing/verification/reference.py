@@ -1,0 +1,55 @@
+"""Make a model compute its MoE layers as the reference does, in plain loops.
+
+T tokens, D width, E experts.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from spurline.moe.balance import attach_loss
+from spurline.moe.dispatch.local import LocalDispatcher
+from spurline.moe.layer import MoE
+from spurline.moe.reference import reference_balance_loss, reference_choice, reference_moe, reference_scores
+
+# Weights that the loops read for all tokens of a step; with more it would take minutes.
+_MOST_READS = 2_000_000_000
+
+
+def use_reference(model: nn.Module, num_tokens: int) -> str:
+    """Replace the forward of every MoE layer, in place, by the reference; returns in words what computes now.
+
+    Where num_tokens are too many for its loops, layers are left with the simplest path there is: the local dispatcher
+    and one matmul an expert.
+    """
+    layers = [module for module in model.modules() if isinstance(module, MoE)]
+    if not layers:
+        return "the model on one process"
+    reads = sum(num_tokens * moe.config.num_active_params() for moe in layers)
+    for moe in layers:
+        if reads > _MOST_READS:
+            moe.dispatcher, moe.experts.backend = LocalDispatcher(moe.config), "loop"
+        else:
+            moe.forward = partial(_forward, moe)  # type: ignore[method-assign]
+    if reads > _MOST_READS:
+        return "the model on one process with local dispatch and loop experts (it is too large for the reference's own)"
+    return "the model on one process with spurline.moe.reference in every MoE layer"
+
+
+def _forward(moe: MoE, x_BLD: Tensor) -> Tensor:
+    """(B, L, D) -> (B, L, D), with the balance losses and the counts that the layer's own forward would leave."""
+    tensors = dict(moe.named_parameters()) | dict(moe.named_buffers())
+    x_TD = x_BLD.reshape(-1, x_BLD.shape[-1])
+    # Taken apart once: each `w[e]` of a stacked weight would have a gradient of the size of all experts.
+    by_expert = {name: weight.unbind() for name, weight in moe.named_parameters() if name.startswith("experts.")}
+    y_TD = reference_moe(x_TD, tensors | by_expert, moe.config)  # type: ignore[arg-type]
+
+    router = moe.router
+    loss = reference_balance_loss(x_BLD, tensors, moe.config) * x_TD.shape[0] * router.token_weight
+    with torch.no_grad():
+        score_TE = reference_scores(x_TD, tensors, moe.config)[1]
+        for t, score_E in enumerate(score_TE):
+            router.row_count_E[reference_choice(score_E, t, router.expert_bias_E, moe.config)] += 1
+        router.balance_loss += loss
+    return attach_loss(y_TD, loss).view_as(x_BLD)

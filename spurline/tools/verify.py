@@ -1,0 +1,176 @@
+"""`spurline verify`: train a model in many ways on local ranks, and compare each with the reference. Free of torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+import time
+from dataclasses import dataclass
+from typing import Annotated, Any, Generic, TypeVar
+
+import tyro
+
+from spurline.config_io import preset_problems
+from spurline.models import family_configs
+from spurline.moe.config import MoEConfig
+from spurline.testing.verification.cells import TINY_MODEL, Cell, cell_problems, keep_given
+from spurline.testing.verification.matrix import QUICK, full_cells
+from spurline.testing.verification.run import TOLERANCES, Outcome, Verifier, beyond_tolerance
+from spurline.tools.console import complain, human
+from spurline.tools.options import UnknownModel
+from spurline.tools.parsing import described, import_package, parse, split_options
+
+PROG = "spurline verify"
+DESCRIPTION = """\
+Train a model in many ways on ranks of this machine, and compare each with the
+reference on one process: losses, gradient norms, every gradient, the updated
+weights and the rows of every expert. Exit code 1 if any of them differs.
+
+examples
+  spurline verify                                       a tiny model, in about a minute
+  spurline verify --full                                in every way there is
+  spurline verify --module deepseek_v3 --config deepseek_v3_debugmodel --world 2
+  spurline verify --import my_package --model.moe.experts_backend mine
+
+The cells of the tiny model vary its MoE options, other than those you set. The
+options of a module's own config stay as they are."""
+MOST_PARAMS = 100_000_000
+M = TypeVar("M")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command(Generic[M]):
+    """What `spurline verify` was asked to do."""
+
+    module: Annotated[str, described("NAME")] = ""
+    """The model family (default: a tiny model of two layers)."""
+    config: Annotated[str, described("NAME")] = ""
+    """The family's preset whose model is judged."""
+    quick: Annotated[bool, tyro.conf.FlagCreatePairsOff, described()] = False
+    """A few cells that touch everything: the default."""
+    full: Annotated[bool, tyro.conf.FlagCreatePairsOff, described()] = False
+    """Every pair of everything, up to 8 ranks, generated code too: many minutes."""
+    world: Annotated[tuple[int, ...], described("N ...")] = ()
+    """Only cells on these numbers of ranks."""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff, described()] = False
+    """Print JSON instead of a table, when all cells are done."""
+    import_: Annotated[str, described("PACKAGE", name="import")] = ""
+    """A Python package of yours to import first, here and on every rank."""
+    model: M
+
+
+def main(argv: list[str]) -> int:
+    command, given, problems = _understand(argv)
+    cells = full_cells() if command.full else QUICK
+    if command.quick and command.full:
+        problems.append("--quick and --full exclude each other")
+    for ranks in command.world:
+        if ranks not in (numbers := sorted({cell.ranks for cell in cells})):
+            problems.append(f"--world {ranks}: there are cells on {', '.join(map(str, numbers))} ranks")
+    problems += model_problems(command.model)
+    if problems:
+        return complain(PROG, problems)
+    if command.world:
+        cells = [cell for cell in cells if cell.ranks in command.world]
+    try:
+        return _verify(command, list(dict.fromkeys(keep_given(cell, given) for cell in cells)))
+    except KeyboardInterrupt:
+        print(f"{PROG}: interrupted", file=sys.stderr)
+        return 130
+
+
+def model_problems(model: Any) -> list[str]:
+    found = [f"model.{problem}" for problem in model.problems()]
+    if not found and not isinstance(model, UnknownModel) and model.num_params() > MOST_PARAMS:
+        found.append(
+            f"the model has {human(model.num_params())} parameters, and each rank holds several copies of them all:"
+            f" make it smaller, at most {human(MOST_PARAMS)}, as with --model.num_layers 2 --model.vocab_size 256"
+        )
+    return found
+
+
+def _understand(argv: list[str]) -> tuple[Command[Any], set[str], list[str]]:
+    """The command, the MoE options that are given with its model, and what is wrong with it."""
+    before, options = split_options(argv)
+    named = {option.name: option.values[0] for option in options if option.values}
+    problems = import_package(named["import"]) if named.get("import") else []
+    model: Any = TINY_MODEL
+    given = {option.name.removeprefix("model.moe.").removeprefix("no_") for option in options}
+    if "module" in named or "config" in named:
+        module, config = named.get("module", ""), named.get("config", "")
+        not_found = preset_problems(module, config, prefix="--")
+        problems += not_found
+        model = UnknownModel() if not_found else family_configs(module)[config]().model
+        given = {field.name for field in dataclasses.fields(MoEConfig)}
+    if isinstance(model, UnknownModel):
+        argv = before + [token for option in options if not option.name.startswith("model.") for token in option.tokens]
+    kind: Any = Command[type(model)]  # type: ignore[misc]
+    command, not_understood = parse(kind, Command(model=model), argv, PROG, DESCRIPTION)
+    return command, given, problems + not_understood
+
+
+def _verify(command: Command[Any], cells: list[Cell]) -> int:
+    skipped = {cell: problems for cell in cells if (problems := cell_problems(cell, command.model))}
+    verifier = Verifier(command.model, command.import_)
+    started = time.perf_counter()
+    outcomes = []
+    if not command.json:
+        print(_HEADER)
+    for outcome in verifier.run([cell for cell in cells if cell not in skipped]):
+        outcomes.append(outcome)
+        if not command.json:
+            print(_row(outcome), flush=True)
+    seconds = time.perf_counter() - started
+    passed = bool(outcomes) and all(outcome.passed for outcome in outcomes)
+    if command.json:
+        summary = {"passed": passed, "seconds": seconds, "reference": verifier.reference, "tolerances": TOLERANCES}
+        left_out = [{"cell": cell.name, "ranks": cell.ranks, "problems": why} for cell, why in skipped.items()]
+        print(json.dumps(summary | {"cells": [_as_json(o) for o in outcomes], "skipped": left_out}, indent=2))
+    else:
+        for cell, why in skipped.items():
+            print(f"skip    {cell.ranks:5}  {cell.name}: {'; '.join(why)}")
+        print(f"reference: {verifier.reference}")
+        print(_summary(outcomes, len(skipped), seconds))
+    return 0 if passed else 1
+
+
+_HEADER = (
+    f"{'result':6}  ranks  {'loss':>7}  {'norm':>7}  {'weight':>7}  {'gradient':>8}  {'of':38}  {'seconds':>7}  cell"
+)
+
+
+def _row(outcome: Outcome) -> str:
+    """A line of the table, and one below it for each thing that is wrong."""
+    worst = {kind: outcome.worst(kind) for kind in ("loss", "norm", "weight", "gradient")}
+    loss, norm, weight, gradient = (f"{finding.error:.1e}" if finding else "-" for finding in worst.values())
+    name = worst["gradient"].name if worst["gradient"] else "-"
+    line = (
+        f"{'ok' if outcome.passed else 'FAIL':6}  {outcome.cell.ranks:5}  {loss:>7}  {norm:>7}  {weight:>7}"
+        f"  {gradient:>8}  {name:38}  {outcome.seconds:7.1f}  {outcome.cell.name}"
+    )
+    return "\n        ".join([line, *outcome.problems()])
+
+
+def _summary(outcomes: list[Outcome], num_skipped: int, seconds: float) -> str:
+    num_failed = sum(not outcome.passed for outcome in outcomes)
+    result = f"{num_failed} of {len(outcomes)} cells FAILED" if num_failed else f"all {len(outcomes)} cells passed"
+    skipped = f", {num_skipped} skipped" if num_skipped else ""
+    return f"{result if outcomes else 'no cell fits this model'}{skipped}, in {seconds:.0f} s"
+
+
+def _as_json(outcome: Outcome) -> dict[str, Any]:
+    worst = {}
+    for kind, wrong in beyond_tolerance(outcome.findings).items():
+        if finding := outcome.worst(kind):
+            worst[kind] = finding._asdict() | {"beyond_tolerance": [found.name for found in wrong]}
+            worst[kind]["error"] = finding.error if math.isfinite(finding.error) else None  # JSON has no infinity
+    return {
+        "cell": outcome.cell.name,
+        **dataclasses.asdict(outcome.cell),
+        "passed": outcome.passed,
+        "problems": outcome.problems(),
+        "seconds": outcome.seconds,
+        "worst": worst,
+    }

@@ -1,0 +1,8 @@
+"""Each tp rank keeps its own part of the gradients of router and norms: nobody sums them."""
+
+import multiprocessing
+
+if multiprocessing.parent_process() is not None:  # on ranks only
+    import spurline.parallel.local
+
+    spurline.parallel.local.copy_to_group = lambda x, group: x

@@ -1,0 +1,82 @@
+"""What is special in a family, split and sharded over ranks, against the same model on one: a step of training."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from spurline.config import Compile, Data, Parallelism, RunConfig, Training
+from spurline.models.agpt.configs import AGPTConfig
+from spurline.models.common.decoder_config import YarnConfig
+from spurline.models.deepseek_v3.configs import DeepSeekV3Config
+from spurline.models.qwen3.configs import Qwen3Config, Qwen3MoEConfig
+from spurline.moe.config import MoEConfig
+from spurline.parallel.world import World, joined_world
+from spurline.testing import RankPool
+from spurline.testing.equivalence import relative_error
+from spurline.train.trainer import make_trainer
+
+SIZE = {"vocab_size": 264, "dim": 16, "num_layers": 2, "num_heads": 4}
+MODELS = {
+    "agpt": AGPTConfig(**SIZE, dense_hidden_dim=24, num_kv_heads=2, head_dim=4),
+    "qwen3-tied": Qwen3Config(**SIZE, dense_hidden_dim=24, num_kv_heads=2, head_dim=6, tied_embeddings=True),
+    "qwen3-moe": Qwen3MoEConfig(
+        **SIZE, num_kv_heads=2, head_dim=6, moe=MoEConfig(hidden_dim=8, num_experts=4, route_norm=True)
+    ),
+    "deepseek_v3-yarn-tied": DeepSeekV3Config(
+        **SIZE,
+        dense_hidden_dim=24,
+        kv_lora_rank=8,
+        qk_nope_head_dim=4,
+        qk_rope_head_dim=4,
+        v_head_dim=6,
+        yarn=YarnConfig(factor=4.0, original_seq_len=16, mscale_all_dim=1.0),
+        tied_embeddings=True,
+        moe=MoEConfig(hidden_dim=8, num_experts=4, num_shared_experts=1),
+    ),
+}
+
+
+def loss_and_gradients(config: RunConfig[Any], world: World) -> dict[str, Tensor]:
+    """Of the first step: the loss, and the whole gradient of every parameter by name."""
+    trainer = make_trainer(config, world)
+    loss = torch.tensor(trainer.step(1)["loss"])
+    # AdamW's mean after one step is the gradient, times a constant.
+    means = {name: trainer.optimizer.state[p]["exp_avg"] for name, p in trainer.model.named_parameters()}
+    return {"loss": loss} | {name: m.full_tensor() if isinstance(m, DTensor) else m for name, m in means.items()}
+
+
+def run_on_rank(rank: int, config: RunConfig[Any]) -> dict[str, Tensor]:
+    environment = {"WORLD_SIZE": str(dist.get_world_size())}
+    with mock.patch.dict(os.environ, environment), joined_world(config.parallelism) as world:
+        return loss_and_gradients(config, world)
+
+
+@pytest.mark.parametrize(("name", "compiled"), [*((name, False) for name in MODELS), ("qwen3-tied", True)])
+def test_first_step_on_four_ranks_is_that_of_one(ranks: RankPool, tmp_path: Path, name: str, compiled: bool) -> None:
+    (tmp_path / "text.txt").write_text("a spur line is a side track that carries some of the traffic\n" * 40)
+    alone = RunConfig(
+        model=MODELS[name],
+        # 15 positions: two ranks can't share them evenly.
+        training=Training(steps=2, seq_len=15, local_batch_size=4, global_batch_size=4, threads=1, max_grad_norm=0),
+        data=Data(path=str(tmp_path)),
+    )
+    experts = 2 if MODELS[name].parallel_facts().num_experts else 1
+    together = replace(
+        alone,
+        training=replace(alone.training, local_batch_size=2),
+        parallelism=Parallelism(tensor_parallel_degree=2, expert_parallel_degree=experts),
+        compile=Compile(enable=compiled, backend="aot_eager"),
+    )
+    expected = loss_and_gradients(alone, World.alone())
+    for actual in ranks.run(run_on_rank, 4, together, timeout=240):
+        assert actual.keys() == expected.keys()
+        errors = {key: relative_error(actual[key], value) for key, value in expected.items()}
+        assert max(errors.values()) < 1e-5, max(errors, key=errors.__getitem__)

@@ -1,0 +1,119 @@
+"""`spurline verify` on real ranks: what is right passes, and each planted error is found where it is.
+
+The mutants are packages for --import that break one thing on every rank: see tests/distributed/mutants.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spurline.cli import main
+from spurline.testing.verification import run
+from spurline.testing.verification.cells import TINY_MODEL, Cell
+from spurline.testing.verification.run import Verifier
+
+pytestmark = pytest.mark.slow
+
+SHARD, TP, EP = Cell(2, clip=True), Cell(2, tp=2, seq_len=13), Cell(2, ep=2)
+Verify = Callable[..., tuple[int, dict[str, Any]]]
+
+
+@pytest.fixture(autouse=True)
+def _mutants_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "mutants"))
+
+
+@pytest.fixture
+def verify(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Verify:
+    """Runs `spurline verify --json` on a few cells; returns the exit code, and the cells by their names."""
+
+    def run_command(cells: list[Cell], *argv: str) -> tuple[int, dict[str, Any]]:
+        monkeypatch.setattr("spurline.tools.verify.QUICK", cells)
+        code = main(["verify", "--json", *argv])
+        report = json.loads(capsys.readouterr().out)
+        assert report["passed"] == (code == 0)
+        return code, {result["cell"]: result for result in report["cells"]}
+
+    return run_command
+
+
+def test_what_is_right_passes_with_float32_rounding(verify: Verify) -> None:
+    cells = [
+        Cell(experts="grouped_mm", score="score before", router="sigmoid", micro_batches=2),
+        SHARD,
+        TP,
+        EP,
+        Cell(2, ep=2, fsdp_calls=2, remat="selective", exchange="equal split", num_experts="6 experts"),
+        Cell(4, replicate=2, tp=2, ep=2, router="groups and bias", balance="batch and z loss"),
+        Cell(4, ep=2, etp=2, exchange="forced balance", experts="bmm", balance="no balance loss"),
+    ]
+    code, results = verify(cells)
+    assert [result["problems"] for result in results.values()] == [[]] * len(cells)
+    assert code == 0
+    for result in results.values():
+        assert 0 < result["worst"]["gradient"]["error"] < 1e-5
+        assert result["worst"]["rows"]["error"] == 0
+
+
+def test_missing_reduction_over_tp_is_found_in_router_and_norms(verify: Verify) -> None:
+    code, results = verify([SHARD, TP, EP], "--import", "no_reduction_over_tp")
+    assert code == 1
+    assert [result["passed"] for result in results.values()] == [True, False, True]
+    wrong = results[TP.name]["worst"]["gradient"]["beyond_tolerance"]
+    assert {"norm.weight", "layers.0.attention_norm.weight", "layers.1.moe.router.gate_ED"} <= set(wrong)
+    assert not any(".experts." in name or "embedding" in name for name in wrong)
+
+
+def test_expert_gradients_scaled_by_ep_are_found_in_the_experts_alone(verify: Verify) -> None:
+    code, results = verify([SHARD, TP, EP], "--import", "expert_gradients_times_ep")
+    assert code == 1
+    assert [result["passed"] for result in results.values()] == [True, True, False]
+    gradient = results[EP.name]["worst"]["gradient"]
+    assert gradient["error"] == pytest.approx(1.0, abs=1e-3)
+    assert set(gradient["beyond_tolerance"]) == {f"layers.1.moe.experts.{w}" for w in ("w1_EFD", "w2_EDF", "w3_EFD")}
+
+
+def test_clip_norm_that_differs_between_ranks_is_found_without_clipping_too(verify: Verify) -> None:
+    code, results = verify([SHARD, EP], "--import", "norm_of_own_gradients")
+    assert code == 1
+    assert [result["passed"] for result in results.values()] == [False, False]
+    assert results[EP.name]["worst"]["gradient"]["beyond_tolerance"] == []
+    (problem,) = results[EP.name]["problems"]
+    assert problem.startswith("the norm of the gradient is off by")
+    assert len(results[SHARD.name]["worst"]["gradient"]["beyond_tolerance"]) > 20
+
+
+def test_norm_that_is_wrong_on_the_last_rank_only_is_found(verify: Verify) -> None:
+    code, results = verify([SHARD], "--import", "wrong_norm_on_last_rank")
+    assert code == 1
+    assert results[SHARD.name]["worst"]["norm"]["rank"] == 1
+
+
+def test_own_experts_backend_is_judged_in_every_cell(verify: Verify) -> None:
+    cells = [Cell(), Cell(experts="grouped_mm"), EP]
+    options = ("--import", "own_backends", "--model.moe.experts_backend")
+    code, results = verify(cells, *options, "right")
+    assert (code, list(results)) == (0, ["as usual", "shard 2, ep 2"])
+    code, results = verify(cells, *options, "wrong")
+    assert code == 1
+    for result in results.values():
+        assert not result["passed"]
+        # Its output is too large by a thousandth of the experts', which the loss hardly shows.
+        assert "layers.1.moe.experts.w1_EFD" in result["worst"]["gradient"]["beyond_tolerance"]
+
+
+def test_cells_that_raise_or_hang_fail_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, raising, hanging, after = EP, Cell(2, ep=2, exchange="equal split"), Cell(2, ep=2, remat="full"), EP
+    outcomes = []
+    for outcome in Verifier(TINY_MODEL, "fails_in_some_cells").run([before, raising, hanging, after]):
+        outcomes.append(outcome)
+        # All of them have the same reference, which is there now.
+        monkeypatch.setattr(run, "SECONDS_FOR_A_CELL", 3.0 if outcome.cell == raising else 120.0)
+    assert [outcome.passed for outcome in outcomes] == [True, False, False, True]
+    assert outcomes[1].problems() == ["rank 1 raised ZeroDivisionError: planted"]
+    (problem,) = outcomes[2].problems()
+    assert "was stuck in" in problem
+    assert "stopped after 3." in problem
