@@ -15,8 +15,6 @@ from spurline.testing.verification import run
 from spurline.testing.verification.cells import TINY_MODEL, Cell
 from spurline.testing.verification.run import Verifier
 
-pytestmark = pytest.mark.slow
-
 SHARD, TP, EP = Cell(2, clip=True), Cell(2, tp=2, seq_len=13), Cell(2, ep=2)
 Verify = Callable[..., tuple[int, dict[str, Any]]]
 

@@ -17,8 +17,6 @@ from spurline.moe.config import MoEConfig
 from spurline.parallel.compile import apply_compile
 from spurline.parallel.remat import apply_remat
 
-pytestmark = pytest.mark.slow
-
 MOE = MoEConfig(
     hidden_dim=12,
     num_experts=4,

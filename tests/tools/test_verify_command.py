@@ -24,8 +24,6 @@ from spurline.testing.verification.cells import (
 from spurline.testing.verification.matrix import AXES, QUICK, full_cells
 from spurline.testing.verification.run import Finding, Outcome
 
-pytestmark = pytest.mark.slow
-
 GATE = "layers.1.moe.router.gate_ED"
 PRESET = ["--module", "deepseek_v3", "--config", "deepseek_v3_debugmodel"]
 
