@@ -147,11 +147,16 @@ def grid(world: int) -> list[tuple[MoEConfig, list[Shape], bool]]:
     return cases
 
 
-@pytest.mark.parametrize("world", [2, 4, 8])
-def test_the_whole_grid_equals_the_reference(ranks: RankPool, world: int) -> None:
-    cases = grid(world)
-    if world > 2:  # every third case, a different third for 4 and 8 ranks
-        cases = cases[world // 8 :: 3]
+# On 4 and 8 ranks the grid is run in thirds, of which two wait for the slow tests.
+PARTS = [
+    pytest.param(world, third, marks=[pytest.mark.slow] * (third not in (None, world // 8)), id=f"{world}-{third}")
+    for world, third in [(2, None), *itertools.product([4, 8], [0, 1, 2])]
+]
+
+
+@pytest.mark.parametrize(("world", "third"), PARTS)
+def test_the_whole_grid_equals_the_reference(ranks: RankPool, world: int, third: int | None) -> None:
+    cases = grid(world) if third is None else grid(world)[third::3]
     by_rank = ranks.run(run_many, world, cases, timeout=240)
     seen: set[str] = set()
     for number, case in enumerate(cases):
