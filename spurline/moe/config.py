@@ -48,7 +48,7 @@ class MoEConfig:
     """Weight of the squared log-sum-exp of the gate logits (0 = off)."""
 
     experts_backend: str = "auto"
-    """How the experts multiply: auto, loop, grouped_mm, bmm, or a registered name."""
+    """How the experts multiply: auto, stream, loop, grouped_mm, bmm, or a registered name."""
     dispatcher: str = "local"
     """How rows reach their experts: local, or a registered name."""
 

@@ -1,7 +1,8 @@
 """The experts: E SwiGLU networks over rows that lie sorted by expert.
 
-R rows, D width, F hidden width, e experts on this rank. A backend is one function from rows, weights and row counts to
-rows; `auto` picks for the device at hand.
+T tokens, R rows, D width, F hidden width, e experts on this rank. A backend is one function from rows, weights and row
+counts to rows; `auto` picks for the device at hand. Where rows have not left their tokens, the experts can take them
+from there and add their output back (`on_tokens`), without a copy of the rows.
 """
 
 from collections.abc import Callable
@@ -11,7 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spurline.moe.config import MoEConfig
+from spurline.moe.dispatch.plan import Plan
 from spurline.moe.ops.grouped import grouped_matmul
+from spurline.moe.ops.stream import stream_experts
 from spurline.moe.packed import PackedWeights
 from spurline.moe.telemetry import count
 from spurline.parallel.local import local
@@ -67,6 +70,27 @@ def _grouped_swiglu(
     return grouped_matmul(hidden_RF, w2_eDF, count_e, kernel)
 
 
+def stream_rows(rows_RD: Tensor, w1_eFD: Tensor, w3_eFD: Tensor, w2_eDF: Tensor, rows_per_expert: RowCounts) -> Tensor:
+    """One expert after the other, on rows that stay in cache: any dtype, any size, any counts, on a CPU."""
+    count("experts.stream")
+    return _stream(rows_RD, (w1_eFD, w3_eFD, w2_eDF), rows_per_expert)
+
+
+def _stream(
+    x_TD: Tensor,
+    weights: tuple[Tensor, Tensor, Tensor],
+    rows_per_expert: RowCounts,
+    weight_S: Tensor | None = None,
+    token_S: Tensor | None = None,
+    base_TD: Tensor | None = None,
+    weigh_before: bool = False,
+) -> Tensor:
+    count_e = rows_per_expert if isinstance(rows_per_expert, Tensor) else torch.tensor(rows_per_expert)
+    keep = torch.is_grad_enabled()
+    y_TD, _ = stream_experts(x_TD, *weights, weight_S, base_TD, token_S, count_e, weigh_before, keep)
+    return y_TD
+
+
 def grouped_mm_takes(dtype: torch.dtype, *widths: int) -> bool:
     return dtype in (torch.float32, torch.bfloat16, torch.float16) and all(w * dtype.itemsize % 16 == 0 for w in widths)
 
@@ -80,7 +104,12 @@ def equal_count(rows_per_expert: RowCounts) -> int | None:
     return rows_per_expert[0] if len(set(rows_per_expert)) == 1 else None
 
 
-_BACKENDS: dict[str, Backend] = {"loop": loop_experts, "grouped_mm": grouped_mm_experts, "bmm": bmm_experts}
+_BACKENDS: dict[str, Backend] = {
+    "loop": loop_experts,
+    "grouped_mm": grouped_mm_experts,
+    "bmm": bmm_experts,
+    "stream": stream_rows,
+}
 
 
 def register_experts_backend(name: str, backend: Backend) -> None:
@@ -113,23 +142,45 @@ class Experts(nn.Module):
 
     def forward(self, rows_RD: Tensor, rows_per_expert: RowCounts) -> Tensor:
         """(R, D), sorted by expert, and the rows of each -> (R, D)."""
-        weights = [local(w) for w in (self.w1_EFD, self.w3_EFD, self.w2_EDF)]
+        w1, w3, w2 = self._weights()
+        if num_rows := self._packed_rows(rows_per_expert):
+            count("experts.packed")
+            return self.packed.swiglu(rows_RD, num_rows, w1, w3, w2)
+        backend = _BACKENDS[self.backend] if self.backend != "auto" else choose_backend(rows_RD, rows_per_expert)
+        if backend is not stream_rows:  # which takes one expert's weights at a time to the dtype it multiplies in
+            w1, w3, w2 = (w.to(rows_RD.dtype) for w in (w1, w3, w2))
+        return backend(rows_RD, w1, w3, w2, rows_per_expert)
+
+    def takes_tokens(self, x_TD: Tensor, plan: Plan) -> bool:
+        """Whether `on_tokens` is the fastest way for this plan: on a CPU, if the rows stay on this rank."""
+        if plan.steps or x_TD.device.type != "cpu" or self.backend not in ("auto", "stream"):
+            return False
+        return not self._packed_rows(plan.rows_per_expert)
+
+    def on_tokens(self, x_TD: Tensor, plan: Plan, base_TD: Tensor | None) -> Tensor:
+        """(T, D) -> (T, D): each token's weighted sum over its experts, added onto base_TD if there is one."""
+        count("experts.on_tokens")
+        plan.count_weighing()
+        before = plan.score_before_experts
+        return _stream(x_TD, self._weights(), plan.rows_per_expert, plan.weight_S, plan.token_S, base_TD, before)
+
+    def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
+        return local(self.w1_EFD), local(self.w3_EFD), local(self.w2_EDF)
+
+    def _packed_rows(self, rows_per_expert: RowCounts) -> int | None:
+        """The rows of each expert, if packed weights can serve them: as many for all, and no gradients."""
         if torch.is_grad_enabled():
             self.packed.clear()
-        elif self.backend in ("auto", "bmm") and not torch.compiler.is_compiling():
-            num_rows = equal_count(rows_per_expert)
-            if num_rows and self.packed.can_hold(*weights):
-                count("experts.packed")
-                return self.packed.swiglu(rows_RD, num_rows, *weights)
-        w1, w3, w2 = (w.to(rows_RD.dtype) for w in weights)
-        backend = _BACKENDS[self.backend] if self.backend != "auto" else choose_backend(rows_RD, rows_per_expert)
-        return backend(rows_RD, w1, w3, w2, rows_per_expert)
+            return None
+        if self.backend not in ("auto", "bmm") or torch.compiler.is_compiling():
+            return None
+        return equal_count(rows_per_expert) if self.packed.can_hold(*self._weights()) else None
 
 
 def choose_backend(rows_RD: Tensor, rows_per_expert: RowCounts) -> Backend:
-    """What is fastest here: on a CPU the loop (it allocates least), on a device no loop that would wait for counts."""
+    """What is fastest here: on a CPU one expert after the other, on a device no loop that would wait for counts."""
     if rows_RD.device.type == "cpu":
-        return loop_experts
+        return stream_rows
     if equal_count(rows_per_expert) is not None:
         return bmm_experts
     return grouped_mm_experts if grouped_mm_takes(rows_RD.dtype, rows_RD.shape[1]) else loop_experts

@@ -1,5 +1,6 @@
 """The mixture-of-experts layer: route, plan, dispatch, experts, combine."""
 
+from collections.abc import Iterator
 from itertools import chain
 
 import torch
@@ -77,13 +78,16 @@ class MoE(nn.Module):
         x_TD = x.reshape(-1, x.shape[-1])
         routing = self.router(x_TD, num_sequences)
         plan = self.dispatcher.plan(routing, num_tokens_P)
+        shared_TD = None if self.shared_experts is None else self.shared_experts(x_TD)
+        if self.experts.takes_tokens(x_TD, plan):
+            return self.experts.on_tokens(x_TD, plan, shared_TD).view(x.shape)
         rows_RD = plan.dispatch(x_TD)
         rows_RD = self.experts(rows_RD, plan.rows_per_expert)
-        if self.shared_experts is None:
-            y_TD = plan.combine(rows_RD)
-        else:
-            # What the shared experts return may be built on: unless it is the input, or a weight, in another guise.
-            weights = chain(self.shared_experts.parameters(), self.shared_experts.buffers())
-            keep = chain([x_TD], (local(weight) for weight in weights))
-            y_TD = plan.combine(rows_RD, onto_TD=self.shared_experts(x_TD), keep=keep)
-        return y_TD.view(x.shape)
+        return plan.combine(rows_RD, onto_TD=shared_TD, keep=self._must_survive(x_TD)).view(x.shape)
+
+    def _must_survive(self, x_TD: Tensor) -> Iterator[Tensor]:
+        """What the shared experts' output must not be in another guise, to be built on in place."""
+        yield x_TD
+        if self.shared_experts is not None:
+            for weight in chain(self.shared_experts.parameters(), self.shared_experts.buffers()):
+                yield local(weight)

@@ -19,7 +19,8 @@ from torch.utils.checkpoint import (
 )
 
 import spurline.moe.ops.grouped
-import spurline.parallel.collectives  # noqa: F401  (both register ops that are named here)
+import spurline.moe.ops.stream
+import spurline.parallel.collectives  # noqa: F401  (all register ops that are named here)
 
 _aten = torch.ops.aten
 _DECISIONS = {_aten.sort.default, _aten.sort.stable, _aten.topk.default}
@@ -31,6 +32,7 @@ _ATTENTION = {
     _aten._scaled_dot_product_fused_attention_overrideable.default,
 }
 _exchange = torch.ops.spurline.exchange_rows.default
+_experts = torch.ops.spurline.stream_experts.default
 # With the place of the left factor among the arguments.
 _PRODUCTS = {
     _aten.mm.default: 0,
@@ -83,15 +85,15 @@ def _choose(width: int, context: SelectiveCheckpointContext, op: Any, *args: Any
     """Keep or recompute the result of op, in a block of the given model width.
 
     Kept are decisions, so that a token meets the same experts again whatever rounding does; what other ranks sent, so
-    that nothing is sent twice; what the host waited for; attention; and matrix products each number of which is a sum
-    over at least the model's width. A shorter sum is soon done again, and it is often such sums that make the largest
-    results: keys and values out of a narrow latent, or the output of experts that are narrower than the model, K times
-    for each token.
+    that nothing is sent twice; what the host waited for; attention; experts; and matrix products each number of which
+    is a sum over at least the model's width. A shorter sum is soon done again, and it is often such sums that make the
+    largest results: keys and values out of a narrow latent, or the output of experts that are narrower than the model,
+    K times for each token.
     """
     if op in _PRODUCTS:
         keep = args[_PRODUCTS[op]].shape[-1] >= width
     elif op is _aten._to_copy.default:
         keep = args[0].device.type != "cpu" and kwargs.get("device") == torch.device("cpu")
     else:
-        keep = op in _DECISIONS or op in _ATTENTION or op is _exchange or op.namespace == "_c10d_functional"
+        keep = op in _DECISIONS or op in _ATTENTION or op in (_exchange, _experts) or op.namespace == "_c10d_functional"
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE

@@ -124,7 +124,7 @@ def check(ranks: RankPool, world: int, config: MoEConfig, shapes: list[Shape], r
 def grid(world: int) -> list[tuple[MoEConfig, list[Shape], bool]]:
     """Exchange x permutation x experts backend x score placement x shared experts x B x divisible or not x sequence."""
     cases = []
-    backends = ["loop", "grouped_mm", "bmm"]
+    backends = ["loop", "grouped_mm", "bmm", "stream"]
     for equal_split, backend, before, shared, B, uneven, replicated in itertools.product(
         ["off", "adaptive", "forced"], backends, [False, True], [0, 1], [1, 3], [False, True], [False, True]
     ):
@@ -172,6 +172,7 @@ def test_the_whole_grid_equals_the_reference(ranks: RankPool, world: int, third:
         "plan.forced_balance",
         "plan.host_reads",
         "experts.loop",
+        "experts.stream",
         "experts.grouped_mm",
         "experts.bmm",
     }

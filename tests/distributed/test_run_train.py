@@ -14,8 +14,6 @@ import torch
 
 from spurline.cli import main
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).parents[2]
 PRESET = ["--module", "deepseek_v3", "--config", "deepseek_v3_debugmodel"]
 # Eight sequences a step, whatever the number of ranks.

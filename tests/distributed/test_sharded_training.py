@@ -25,8 +25,6 @@ from spurline.testing import RankPool
 from spurline.testing.equivalence import relative_error
 from spurline.train.trainer import make_trainer, train
 
-pytestmark = pytest.mark.slow
-
 SEQUENCES = 8
 """In a step, over all ranks."""
 BALANCED = {
@@ -73,9 +71,20 @@ LAYOUTS = {
     "hsdp-ep": Layout(4, dp_replicate=2, ep=2),
     "ep-etp": Layout(4, ep=2, etp=2),
     "fsdp-ep-tp": FSDP_EP_TP,
-    "fsdp-ep4-tp": Layout(4, tp=2, ep=4),
+    "tp2-ep4": Layout(4, tp=2, ep=4),
+    "tp4-ep4": Layout(4, tp=4, ep=4),
     "fsdp-ep-tp-etp": FSDP_EP_TP_ETP,
 }
+
+
+def params_of(names: str, slow: str) -> list[Any]:
+    """The layouts of these names, and those that wait for the slow tests."""
+    marks = {name: [] for name in names.split()} | {name: [pytest.mark.slow] for name in slow.split()}
+    return [pytest.param(LAYOUTS[name], id=name, marks=marks[name]) for name in marks]
+
+
+def in_layouts(names: str, slow: str = "") -> Any:
+    return pytest.mark.parametrize("layout", params_of(names, slow))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -187,13 +196,21 @@ def forced(config: RunConfig[Any]) -> RunConfig[Any]:
     return replace(config, model=config.model.with_forced_balance())
 
 
+def num_moved(record: dict[str, Any], other: dict[str, Any]) -> float:
+    """How many rows went to other experts."""
+    loads = [torch.tensor(list(r["expert_load"].values()), dtype=torch.float32) for r in (record, other)]
+    return ((loads[0] - loads[1]).abs().sum() / 2).item()
+
+
 def assert_same_run(actual: Run, expected: Run, first: float = 1e-5, later: float = 1e-3) -> None:
     for record, one_rank in zip(actual.records, expected.records, strict=True):
         for key in ("loss", "grad_norm", "balance_loss"):
             tolerance = first if record["step"] == 1 else later
             assert record[key] == pytest.approx(one_rank[key], rel=tolerance), f"{key} of step {record['step']}"
-        for key in ("step", "lr", "num_tokens", "expert_load"):
+        for key in ("step", "lr", "num_tokens"):
             assert record[key] == one_rank[key], f"{key} of step {record['step']}"
+        # In the long run, a score that two experts share but for rounding may send a row elsewhere.
+        assert num_moved(record, one_rank) <= (0 if record["step"] <= 4 else 5), f"expert_load of step {record['step']}"
     if expected.validation_loss is None:
         assert actual.validation_loss is None
     else:
@@ -209,9 +226,15 @@ def check(ranks: RankPool, make_config, layout: Layout, num_steps: int = 3, **op
     return runs
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+@pytest.fixture(
+    scope="module",
+    params=params_of(
+        "fsdp2 hsdp tp2 ep2 ep-etp fsdp-ep-tp-etp",
+        slow="fsdp4 tp4 hsdp-tp fsdp-ep2 ep4 hsdp-ep fsdp-ep-tp tp2-ep4 tp4-ep4",
+    ),
+)
 def layout(request) -> Layout:
-    return LAYOUTS[request.param]
+    return request.param
 
 
 @pytest.fixture(scope="module")
@@ -251,19 +274,19 @@ def test_forced_balance_trains_like_one_rank(ranks: RankPool, make_config, layou
         assert of_rank.records[0]["expert_load"]["layers.1.moe"] == [SEQUENCES * 16 * 2 // 8] * 8
 
 
-@pytest.mark.parametrize("name", ["hsdp-ep", "ep4", "fsdp-ep-tp-etp"])
-def test_twenty_steps_stay_together(ranks: RankPool, make_config, name: str) -> None:
-    runs = check(ranks, make_config, LAYOUTS[name], num_steps=20)
+@in_layouts("fsdp-ep-tp-etp", slow="ep4 hsdp-ep")
+def test_twenty_steps_stay_together(ranks: RankPool, make_config, layout: Layout) -> None:
+    runs = check(ranks, make_config, layout, num_steps=20)
     losses = [record["loss"] for record in runs[0].records]
     assert losses[-1] < losses[0] - 0.5, "nothing was learned"
 
 
-@pytest.mark.parametrize("name", ["fsdp4", "tp2", "fsdp-ep-tp", "fsdp-ep-tp-etp"])
-def test_balance_over_the_batch_counts_the_tokens_of_all_ranks(ranks: RankPool, make_config, name: str) -> None:
-    check(ranks, make_config, LAYOUTS[name], moe={"aux_loss": "batch", "aux_loss_weight": 0.5, "num_shared_experts": 0})
+@in_layouts("tp2 fsdp-ep-tp", slow="fsdp4 fsdp-ep-tp-etp")
+def test_balance_over_the_batch_counts_the_tokens_of_all_ranks(ranks: RankPool, make_config, layout: Layout) -> None:
+    check(ranks, make_config, layout, moe={"aux_loss": "batch", "aux_loss_weight": 0.5, "num_shared_experts": 0})
 
 
-@pytest.mark.parametrize("layout", [Layout(2, tp=2), Layout(4, tp=4, ep=4), FSDP_EP_TP_ETP], ids=str)
+@in_layouts("tp2 tp4-ep4", slow="fsdp-ep-tp-etp")
 @pytest.mark.parametrize("seq_len", [15, 5])
 def test_length_that_the_ranks_of_tensor_parallelism_do_not_divide(
     ranks: RankPool, make_config, layout: Layout, seq_len: int
@@ -271,7 +294,7 @@ def test_length_that_the_ranks_of_tensor_parallelism_do_not_divide(
     check(ranks, make_config, layout, training={"seq_len": seq_len})
 
 
-@pytest.mark.parametrize("layout", [FSDP_EP, FSDP_EP_TP], ids=str)
+@in_layouts("ep2", slow="fsdp-ep-tp")
 @pytest.mark.parametrize("moe", [BALANCED, {"aux_loss": "batch"}], ids=["sequence", "batch"])
 def test_accumulated_micro_batches_make_the_same_step(
     ranks: RankPool, make_config, layout: Layout, moe: dict[str, Any]
@@ -279,12 +302,12 @@ def test_accumulated_micro_batches_make_the_same_step(
     check(ranks, make_config, layout, micro_batches=2, moe=moe)
 
 
-@pytest.mark.parametrize("name", ["fsdp2", "hsdp-ep", "fsdp-ep-tp-etp"])
-def test_experts_in_a_call_of_their_own_train_like_one_rank(ranks: RankPool, make_config, name: str) -> None:
-    check(ranks, make_config, LAYOUTS[name], debug={"fsdp_two_calls": True})
+@in_layouts("hsdp-ep", slow="fsdp2 fsdp-ep-tp-etp")
+def test_experts_in_a_call_of_their_own_train_like_one_rank(ranks: RankPool, make_config, layout: Layout) -> None:
+    check(ranks, make_config, layout, debug={"fsdp_two_calls": True})
 
 
-@pytest.mark.parametrize("layout", [Layout(4), Layout(4, ep=2)], ids=str)
+@in_layouts("fsdp-ep2", slow="fsdp4")
 def test_experts_that_the_ranks_can_not_share_evenly(ranks: RankPool, make_config, layout: Layout) -> None:
     runs = check(ranks, make_config, layout, moe={"num_experts": 6})
     expected = run_alone(make_config(moe={"num_experts": 6}), 3).initial
@@ -324,11 +347,11 @@ def check_compiled(ranks: RankPool, config: RunConfig[Any], world: int, timeout:
         assert graph_breaks == {}
 
 
-@pytest.mark.parametrize("name", ["fsdp2", "ep2", "fsdp-ep-tp", "fsdp-ep-tp-etp"])
+@in_layouts("ep2 fsdp-ep-tp-etp", slow="fsdp2 fsdp-ep-tp")
 def test_compiled_training_equals_eager_without_a_graph_break_or_a_graph_for_each_step(
-    ranks: RankPool, make_config, name: str
+    ranks: RankPool, make_config, layout: Layout
 ) -> None:
-    layout, metrics = LAYOUTS[name], {"validation_batches": int(name == "ep2")}
+    metrics = {"validation_batches": int(layout is FSDP_EP)}
     config = make_config(layout, moe=UNCHECKED, compile=AOT_EAGER, metrics=metrics)
     check_compiled(ranks, config, layout.world, timeout=280)
 

@@ -7,7 +7,7 @@ from spurline import MoEConfig
 from spurline.moe import telemetry
 from spurline.moe.experts import Experts, register_experts_backend
 
-BACKENDS = ["loop", "grouped_mm", "bmm"]
+BACKENDS = ["loop", "grouped_mm", "bmm", "stream"]
 
 
 def make(backend: str = "auto", **changes: int) -> Experts:
@@ -27,7 +27,7 @@ def plain(experts: Experts, rows_RD: torch.Tensor, counts: list[int]) -> torch.T
     return torch.cat(parts)
 
 
-@pytest.mark.parametrize("backend", ["loop", "grouped_mm"])
+@pytest.mark.parametrize("backend", ["loop", "grouped_mm", "stream"])
 def test_an_expert_without_rows_gets_a_zero_gradient(backend: str) -> None:
     experts = make(backend)
     experts(torch.randn(5, 8), torch.tensor([2, 0, 3, 0])).sum().backward()

@@ -29,13 +29,16 @@ def run(grad: bool, **changes: object) -> dict[str, int]:
     [
         ("experts.loop", True, {"experts_backend": "loop"}),
         ("experts.grouped_mm", True, {"experts_backend": "grouped_mm"}),
+        ("experts.on_tokens", True, {}),
+        ("experts.on_tokens", False, {"experts_backend": "stream"}),
         ("experts.bmm", True, {"experts_backend": "bmm", "force_load_balance": True}),
         ("experts.packed", False, {"force_load_balance": True}),
-        ("scatter.in_place", False, {}),
-        ("scatter.in_place", False, {"num_shared_experts": 1}),
-        ("scatter.out_of_place", True, {}),
+        ("scatter.in_place", False, {"experts_backend": "loop"}),
+        ("scatter.in_place", False, {"experts_backend": "loop", "num_shared_experts": 1}),
+        ("scatter.out_of_place", True, {"experts_backend": "loop"}),
         ("weigh.before_experts", True, {"score_before_experts": True}),
-        ("weigh.after_experts", True, {}),
+        ("weigh.after_experts", True, {"experts_backend": "loop"}),
+        ("weigh.after_experts", True, {"experts_backend": "stream"}),
     ],
 )
 def test_the_forced_path_runs(path: str, grad: bool, changes: dict[str, object]) -> None:

@@ -57,8 +57,11 @@ class Plan:
         return sum_rows(rows_RD, self.token_S, self.num_tokens, onto_TD, keep)
 
     def _weigh(self, rows_SD: Tensor) -> Tensor:
-        count("weigh.before_experts" if self.score_before_experts else "weigh.after_experts")
+        self.count_weighing()
         return rows_SD * self.weight_S.to(rows_SD.dtype).unsqueeze(-1)
+
+    def count_weighing(self) -> None:
+        count("weigh.before_experts" if self.score_before_experts else "weigh.after_experts")
 
 
 class Dispatcher(Protocol):

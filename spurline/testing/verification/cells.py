@@ -48,7 +48,7 @@ MOE_OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "forced balance": {"force_load_balance": True},
     },
     "num_experts": {f"{number} experts": {"num_experts": number} for number in (8, 6)},
-    "experts": {name: {"experts_backend": name} for name in ("loop", "grouped_mm", "bmm")},
+    "experts": {name: {"experts_backend": name} for name in ("loop", "grouped_mm", "bmm", "stream")},
     "score": {"score after": {"score_before_experts": False}, "score before": {"score_before_experts": True}},
     "router": {
         "softmax": {"score_func": "softmax"},

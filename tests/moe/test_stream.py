@@ -1,0 +1,143 @@
+"""Experts streamed over chunks of rows: what they keep, what they reuse, and in which precision they multiply."""
+
+import gc
+
+import pytest
+import torch
+
+from spurline import MoE, MoEConfig
+from spurline.moe.ops import memory, precision, stream
+from spurline.testing.equivalence import errors_between, layer_results, reference_results
+
+CONFIG = MoEConfig(dim=12, hidden_dim=20, num_experts=4, top_k=2, num_shared_experts=1, experts_backend="stream")
+
+
+def make(dtype: torch.dtype = torch.float32, **changes: object) -> MoE:
+    torch.manual_seed(0)
+    return MoE(MoEConfig(**(vars(CONFIG) | changes)), init_std=0.4).to(dtype)
+
+
+@pytest.fixture(autouse=True)
+def _no_blocks_of_other_tests():
+    gc.collect()
+    memory.release()
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("chunk", [1, 3, 1000])
+def test_chunks_of_any_size_equal_the_reference(monkeypatch, chunk: int, before: bool) -> None:
+    monkeypatch.setattr(stream, "CHUNK", chunk)
+    moe, x = make(score_before_experts=before), torch.randn(3, 9, 12)
+    errors = errors_between(layer_results(moe, x), reference_results(moe, x))
+    assert max(errors.values()) < 1e-5, errors
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("has_instructions", [False, True])
+def test_bf16_is_as_close_to_the_truth_as_the_reference_in_bf16(
+    monkeypatch, has_instructions: bool, before: bool
+) -> None:
+    monkeypatch.setattr(precision, "cpu_multiplies_bfloat16", lambda: has_instructions)
+    monkeypatch.setattr(stream, "CHUNK", 5)
+    moe, x = make(torch.bfloat16, score_before_experts=before), torch.randn(5, 11, 12, dtype=torch.bfloat16)
+    exact = reference_results(moe, x, torch.float64)
+    errors, of_reference = (
+        errors_between(layer_results(moe, x), exact),
+        errors_between(reference_results(moe, x), exact),
+    )
+    assert max(errors.values()) < 2e-2, errors
+    expert_results = [name for name in errors if "experts.w" in name or name in ("y", "x")]
+    assert expert_results
+    for name in expert_results:
+        assert errors[name] < 1.1 * of_reference[name], (name, errors, of_reference)
+
+
+def test_fp32_weights_meet_bf16_rows_unrounded(monkeypatch) -> None:
+    monkeypatch.setattr(precision, "cpu_multiplies_bfloat16", lambda: False)
+    moe, x = make(num_shared_experts=0), torch.randn(40, 12).bfloat16()
+    y, exact = moe(x).float(), moe(x.float())
+    # Half a unit in the last of eight bits: only the result was rounded.
+    assert ((y - exact).abs() <= exact.abs() * 2**-8 + 1e-6).all()
+    moe(x).sum().backward()
+    assert moe.experts.w1_EFD.grad.dtype == torch.float32
+
+
+def test_only_what_stands_before_the_activation_is_kept_for_backward() -> None:
+    moe, x = make(num_shared_experts=0), torch.randn(64, 12, requires_grad=True)
+    kept: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        moe(x)
+    weights = {p.untyped_storage().data_ptr() for p in moe.parameters()} | {x.untyped_storage().data_ptr()}
+    num_rows, small = 64 * 2, 64 * 4 * 4 * 8  # what the router keeps: a few tensors of (tokens, experts)
+    assert sum(size for data, size in kept.items() if data not in weights) <= num_rows * 2 * 20 * 4 + small
+
+
+def test_without_gradients_nothing_is_kept() -> None:
+    moe, x = make(), torch.randn(6, 12)
+    with torch.no_grad():
+        y = moe(x)
+    assert not y.requires_grad
+    assert torch.equal(y, moe(x))
+
+
+@pytest.mark.parametrize("frozen", [("w1_EFD",), ("w1_EFD", "w3_EFD", "w2_EDF")])
+def test_frozen_weights_get_no_gradient_and_the_others_do(frozen: tuple[str, ...]) -> None:
+    moe, other, x = make(), make(), torch.randn(6, 12, requires_grad=True)
+    for name in frozen:
+        getattr(moe.experts, name).requires_grad_(False)
+    moe(x).square().sum().backward()
+    dx, x.grad = x.grad, None
+    other(x).square().sum().backward()
+    assert torch.equal(dx, x.grad)
+    for name, parameter in moe.experts.named_parameters():
+        expected = getattr(other.experts, name).grad
+        assert parameter.grad is None if name in frozen else torch.equal(parameter.grad, expected)
+
+
+def test_a_weight_gradient_takes_the_memory_of_the_step_before() -> None:
+    moe = make(dim=128, hidden_dim=512)  # a megabyte of weights in each matrix
+    x = torch.randn(32, 128)
+
+    def step() -> list[int]:
+        moe(x).square().sum().backward()
+        places = sorted(p.grad.untyped_storage().data_ptr() for p in moe.experts.parameters())
+        moe.zero_grad()
+        return places
+
+    first = step()
+    assert len(set(first)) == 3
+    assert step() == first, "gradients were copied or freshly allocated"
+
+
+def test_memory_in_use_is_never_handed_out_again() -> None:
+    like = torch.empty(0)
+    kept = [memory.empty((512, 1024), like).fill_(number) for number in range(3)]
+    view = memory.empty((512, 1024), like).fill_(7.0)[100:200]
+    gc.collect()
+    others = [memory.empty((512, 1024), like).fill_(-1.0) for _ in range(3)]
+    assert all((tensor == number).all() for number, tensor in enumerate(kept))
+    assert (view == 7).all()
+    assert len({t.untyped_storage().data_ptr() for t in (*kept, view, *others)}) == 7
+
+
+def test_memory_comes_back_in_any_dtype_and_aligned() -> None:
+    first = memory.empty((1 << 19,), torch.empty(0), torch.float64)
+    place = first.data_ptr()
+    assert place % 64 == 0
+    del first
+    again = memory.empty((1 << 21,), torch.empty(0), torch.bfloat16)
+    assert (again.data_ptr(), again.dtype, again.shape) == (place, torch.bfloat16, (1 << 21,))
+
+
+def test_unused_memory_is_bounded_and_can_be_released(monkeypatch) -> None:
+    monkeypatch.setattr(memory, "_LIMIT", 5 << 20)
+    del (tensors := [memory.empty((2 << 20,), torch.empty(0), torch.uint8) for _ in range(4)])[:]
+    del tensors
+    assert 0 < memory.unused_bytes() <= 5 << 20
+    memory.release()
+    assert memory.unused_bytes() == 0
