@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 
 from spurline.moe.balance import attach_loss, balance_loss, count_rows_by_sequence
 from spurline.moe.config import MoEConfig
+from spurline.moe.ops.choose import choose_best
 from spurline.moe.ops.record import record
 from spurline.parallel.local import local
 
@@ -103,18 +104,16 @@ class Router(nn.Module):
         biased_TE = score_TE + self.expert_bias_E
         if self.config.num_groups > 1:
             biased_TE = self._only_best_groups(biased_TE)
-        # A stable sort, because topk leaves open which of two equals it takes.
-        order_TE = torch.sort(biased_TE, dim=-1, descending=True, stable=True).indices
-        return order_TE[:, : self.config.top_k].contiguous()
+        return choose_best(biased_TE, self.config.top_k)
 
     def _only_best_groups(self, biased_TE: Tensor) -> Tensor:
         T, E = biased_TE.shape
         G = self.config.num_groups
         biased_TGe = biased_TE.view(T, G, E // G)
         group_score_TG = biased_TGe.topk(2, dim=-1).values.sum(-1)
-        best_TG = torch.sort(group_score_TG, dim=-1, descending=True, stable=True).indices
-        closed_TG = torch.ones_like(group_score_TG, dtype=torch.bool)
-        closed_TG = closed_TG.scatter(1, best_TG[:, : self.config.num_limited_groups], False)
+        assert self.config.num_limited_groups is not None
+        best_Tg = choose_best(group_score_TG, self.config.num_limited_groups)
+        closed_TG = torch.ones_like(group_score_TG, dtype=torch.bool).scatter(1, best_Tg, False)
         return biased_TGe.masked_fill(closed_TG.unsqueeze(-1), -torch.inf).view(T, E)
 
     def _forced_balance(self, x_TD: Tensor) -> tuple[Tensor, Tensor, list[int] | None]:

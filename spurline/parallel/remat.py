@@ -18,12 +18,18 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+import spurline.moe.ops.choose
 import spurline.moe.ops.grouped
 import spurline.moe.ops.stream
 import spurline.parallel.collectives  # noqa: F401  (all register ops that are named here)
 
 _aten = torch.ops.aten
-_DECISIONS = {_aten.sort.default, _aten.sort.stable, _aten.topk.default}
+_DECISIONS = {
+    torch.ops.spurline.choose_best.default,
+    _aten.sort.default,
+    _aten.sort.stable,
+    _aten.topk.default,
+}
 _ATTENTION = {
     _aten._scaled_dot_product_cudnn_attention.default,
     _aten._scaled_dot_product_efficient_attention.default,

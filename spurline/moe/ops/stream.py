@@ -5,7 +5,7 @@ onto them, so that no (S, D) tensor is ever made; without `token_S`, the tokens 
 what stands before the activation is kept, (2, S, F); the rest is computed again, chunk by chunk.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -44,24 +44,26 @@ def stream_experts(
     work = _Workspace(x_TD, w1_eFD, count_e, token_S)
     y_TD = work.start_sum(base_TD)
     kept_2SF = memory.empty((2, work.num_rows if keep else 0, w1_eFD.shape[1]), x_TD)
-    weight_S1 = work.column(weight_S)
-    for chunk in work.chunks():
+    kept = work.split(kept_2SF[0]), work.split(kept_2SF[1])
+    # Products are written to their place for the backward pass at once, where the dtype is the same.
+    keeps_as_it_is = keep and work.dtype == x_TD.dtype
+    w1_eDF, w3_eDF, w2_eFD = (work.matrices(w.mT) for w in (w1_eFD, w3_eFD, w2_eDF))
+    for chunk, weight in zip(work.chunks, work.weights(weight_S), strict=True):
         rows = work.take(x_TD, chunk, "rows")
-        if weigh_before and weight_S1 is not None:
-            rows = torch.mul(rows, weight_S1[chunk.span], out=work.wide("weighted rows", chunk))
-        # In its place for the backward pass at once, where the dtype is the same.
-        kept = kept_2SF[:, chunk.span].unbind() if keep and work.dtype == x_TD.dtype else None
-        gate, up = kept or (work.narrow("gate", chunk), work.narrow("up", chunk))
-        torch.mm(rows, work.matrix(w1_eFD, chunk, "w1").t(), out=gate)
-        torch.mm(rows, work.matrix(w3_eFD, chunk, "w3").t(), out=up)
-        if keep and kept is None:
-            kept_2SF[0, chunk.span], kept_2SF[1, chunk.span] = gate, up
+        if weigh_before and weight is not None:
+            rows = torch.mul(rows, weight, out=work.wide("weighted rows", chunk))
+        gate = kept[0][chunk.number] if keeps_as_it_is else work.narrow("gate", chunk)
+        up = kept[1][chunk.number] if keeps_as_it_is else work.narrow("up", chunk)
+        torch.mm(rows, w1_eDF(chunk), out=gate)
+        torch.mm(rows, w3_eDF(chunk), out=up)
+        if keep and not keeps_as_it_is:
+            kept[0][chunk.number].copy_(gate)
+            kept[1][chunk.number].copy_(up)
         hidden = _silu(gate, out=work.narrow("hidden", chunk)).mul_(up)
-        if not weigh_before and weight_S1 is not None:
-            hidden.mul_(weight_S1[chunk.span])
+        if weight is not None and not weigh_before:
+            hidden.mul_(weight)
         out = work.place_for_result(y_TD, chunk)
-        torch.mm(hidden, work.matrix(w2_eDF, chunk, "w2").t(), out=out)
-        work.give(y_TD, chunk, out)
+        work.give(y_TD, chunk, torch.mm(hidden, w2_eFD(chunk), out=out))
     return y_TD.to(x_TD.dtype), kept_2SF
 
 
@@ -82,159 +84,186 @@ def stream_experts_backward(
     """The gradients of x, w1, w3, w2 and weight_S; those of the matrices are empty unless `need_weights`."""
     work = _Workspace(x_TD, w1_eFD, count_e, token_S)
     dx_TD = work.start_sum(None)
-    dw1_eFD, dw3_eFD, dw2_eDF = (
-        memory.empty(tuple(w.shape) if need_weights else (0,), w) for w in (w1_eFD, w3_eFD, w2_eDF)
-    )
     dweight_S = x_TD.new_empty(0 if weight_S is None else work.num_rows, dtype=sum_dtype(x_TD.dtype))
-    weight_S1 = work.column(weight_S)
-    for chunk in work.chunks():
-        gate, up = work.lift(kept_2SF[0, chunk.span], "gate"), work.lift(kept_2SF[1, chunk.span], "up")
+    dweights = work.split(dweight_S)
+    w1, w3, w2 = (work.matrices(w) for w in (w1_eFD, w3_eFD, w2_eDF))
+    dw1, dw3, dw2 = (work.gradient(w if need_weights else w[:0]) for w in (w1_eFD, w3_eFD, w2_eDF))
+    gates, ups = work.split(kept_2SF[0]), work.split(kept_2SF[1])
+    for chunk, weight in zip(work.chunks, work.weights(weight_S), strict=True):
+        gate, up = work.lift(gates[chunk.number], "gate"), work.lift(ups[chunk.number], "up")
         grad = work.take(grad_TD, chunk, "gradient")
-        dhidden = torch.mm(grad, work.matrix(w2_eDF, chunk, "w2"), out=work.narrow("dhidden", chunk))
+        dhidden = torch.mm(grad, w2(chunk), out=work.narrow("dhidden", chunk))
         active = _silu(gate, out=work.narrow("active", chunk))
         hidden = torch.mul(active, up, out=work.narrow("hidden", chunk))
-        if not weigh_before and weight_S1 is not None:
+        if weight is not None and not weigh_before:
             products = torch.mul(dhidden, hidden, out=work.narrow("products", chunk))
-            torch.sum(products, 1, out=dweight_S[chunk.span])
-            hidden.mul_(weight_S1[chunk.span])
-            dhidden.mul_(weight_S1[chunk.span])
+            torch.sum(products, 1, out=dweights[chunk.number])
+            hidden.mul_(weight)
+            dhidden.mul_(weight)
         if need_weights:
-            work.add_outer(dw2_eDF, chunk, grad, hidden, "dw2")
+            dw2.add_outer(chunk, grad, hidden)
         dup = active.mul_(dhidden)
         dgate = _silu_backward(dhidden.mul_(up), gate, grad_input=hidden)
 
         rows = work.take(x_TD, chunk, "rows")
         if need_weights:
             inputs = rows
-            if weigh_before and weight_S1 is not None:
-                inputs = torch.mul(rows, weight_S1[chunk.span], out=work.wide("weighted rows", chunk))
-            work.add_outer(dw1_eFD, chunk, dgate, inputs, "dw1")
-            work.add_outer(dw3_eFD, chunk, dup, inputs, "dw3")
-        dx = work.place_for_result(dx_TD, chunk)
-        torch.mm(dgate, work.matrix(w1_eFD, chunk, "w1"), out=dx).addmm_(dup, work.matrix(w3_eFD, chunk, "w3"))
-        if weigh_before and weight_S1 is not None:
-            products = torch.mul(dx, rows, out=work.wide("products of rows", chunk))
-            torch.sum(products, 1, out=dweight_S[chunk.span])
-            dx.mul_(weight_S1[chunk.span])
+            if weigh_before and weight is not None:
+                inputs = torch.mul(rows, weight, out=work.wide("weighted rows", chunk))
+            dw1.add_outer(chunk, dgate, inputs)
+            dw3.add_outer(chunk, dup, inputs)
+        dx = torch.mm(dgate, w1(chunk), out=work.place_for_result(dx_TD, chunk)).addmm_(dup, w3(chunk))
+        if weigh_before and weight is not None:
+            products = torch.mul(dx, rows, out=work.wide("products", chunk))
+            torch.sum(products, 1, out=dweights[chunk.number])
+            dx.mul_(weight)
         work.give(dx_TD, chunk, dx)
-    if need_weights:
-        work.clear_experts_without_rows(dw1_eFD, dw3_eFD, dw2_eDF)
     dweight_S = dweight_S if weight_S is None else dweight_S.to(weight_S.dtype)
-    return dx_TD.to(x_TD.dtype), dw1_eFD, dw3_eFD, dw2_eDF, dweight_S
+    return dx_TD.to(x_TD.dtype), dw1.finish(), dw3.finish(), dw2.finish(), dweight_S
 
 
 class _Chunk(NamedTuple):
     """Neighbouring rows of one expert."""
 
+    number: int
     expert: int
-    span: slice
+    size: int
     is_first: bool
     is_last: bool
 
-    @property
-    def size(self) -> int:
-        return self.span.stop - self.span.start
-
 
 class _Workspace:
-    """What lies at hand while experts work: buffers for one chunk, in the dtype of the products."""
+    """What lies at hand while experts work: rows cut into chunks, and buffers for one, in the dtype of the products."""
 
     def __init__(self, x_TD: Tensor, w1_eFD: Tensor, count_e: Tensor, token_S: Tensor | None) -> None:
-        self.like, self.token_S = x_TD, token_S
+        self.like = x_TD
+        self.sums_by_token = token_S is not None
         self.num_rows = x_TD.shape[0] if token_S is None else token_S.shape[0]
         self.dtype = product_dtype(x_TD)
-        self.sum_dtype = sum_dtype(x_TD.dtype)
         self.counts: list[int] = count_e.tolist()
-        assert sum(self.counts) == self.num_rows, f"counts add up to {sum(self.counts)}, not to {self.num_rows} rows"
+        assert sum(self.counts) == self.num_rows, (
+            f"row counts add up to {sum(self.counts)}, but there are {self.num_rows} rows"
+        )
         # The sum of a weight's gradient over chunks would be rounded after each, which only a wide dtype can bear.
-        self.chunk_size = CHUNK if self.dtype == self.sum_dtype else self.num_rows
-        self._most_rows = min(self.chunk_size, max(self.counts, default=0))
+        size = CHUNK if self.dtype == sum_dtype(x_TD.dtype) else max(self.num_rows, 1)
+        self.chunks = list(_cut(self.counts, size))
+        self._sizes = [chunk.size for chunk in self.chunks]
+        self._tokens = self.split(token_S) if token_S is not None else ()
+        self._most_rows = max(self._sizes, default=0)
         _, self._narrow, self._wide = w1_eFD.shape
         self._buffers: dict[str, Tensor] = {}
+        self._views: dict[tuple[str, int], Tensor] = {}
 
-    def chunks(self) -> Iterator[_Chunk]:
-        start = 0
-        for expert, count in enumerate(self.counts):
-            end = start + count
-            for first in range(start, end, max(self.chunk_size, 1)):
-                last = min(first + self.chunk_size, end)
-                yield _Chunk(expert, slice(first, last), first == start, last == end)
-            start = end
+    def split(self, rows_S: Tensor) -> tuple[Tensor, ...]:
+        """The rows of each chunk; nothing if there are none."""
+        return rows_S.split(self._sizes) if rows_S.shape[0] else (rows_S,) * len(self._sizes)
+
+    def weights(self, weight_S: Tensor | None) -> Sequence[Tensor | None]:
+        """The weights of each chunk's rows, as columns."""
+        if weight_S is None:
+            return [None] * len(self.chunks)
+        return self.split(weight_S.to(self.dtype).unsqueeze(1))
 
     def narrow(self, name: str, chunk: _Chunk) -> Tensor:
         """A buffer (rows of the chunk, F)."""
-        return self._buffer(name, (self._most_rows, self._narrow), self.dtype)[: chunk.size]
+        return self._buffer(name, chunk.size, self._narrow, self.dtype)
 
     def wide(self, name: str, chunk: _Chunk) -> Tensor:
         """A buffer (rows of the chunk, D)."""
-        return self._buffer(name, (self._most_rows, self._wide), self.dtype)[: chunk.size]
+        return self._buffer(name, chunk.size, self._wide, self.dtype)
 
     def take(self, x_TD: Tensor, chunk: _Chunk, name: str) -> Tensor:
         """The chunk's rows of x, in the dtype of the products."""
-        if self.token_S is None:
-            return self.lift(x_TD[chunk.span], name)
-        buffer = self._buffer(f"{name} as they are", (self._most_rows, self._wide), x_TD.dtype)[: chunk.size]
-        return self.lift(torch.index_select(x_TD, 0, self.token_S[chunk.span], out=buffer), name)
+        if not self.sums_by_token:
+            return self.lift(self.split(x_TD)[chunk.number], name)
+        buffer = self._buffer(f"{name} as they are", chunk.size, self._wide, x_TD.dtype)
+        return self.lift(torch.index_select(x_TD, 0, self._tokens[chunk.number], out=buffer), name)
 
     def lift(self, rows: Tensor, name: str) -> Tensor:
         """The rows in the dtype of the products: themselves if that is theirs."""
         if rows.dtype == self.dtype:
             return rows
-        return self._buffer(name, (self._most_rows, rows.shape[1]), self.dtype)[: len(rows)].copy_(rows)
+        return self._buffer(name, rows.shape[0], rows.shape[1], self.dtype).copy_(rows)
 
-    def matrix(self, w: Tensor, chunk: _Chunk, name: str) -> Tensor:
-        """The expert's matrix, in the dtype of the products."""
-        if w.dtype == self.dtype:
-            return w[chunk.expert]
-        buffer = self._buffer(name, tuple(w.shape[1:]), self.dtype)
-        return buffer.copy_(w[chunk.expert]) if chunk.is_first else buffer
+    def matrices(self, w_eIO: Tensor) -> Callable[[_Chunk], Tensor]:
+        """From a chunk to the matrix of its expert, in the dtype of the products."""
+        matrices = w_eIO.unbind()
+        if w_eIO.dtype == self.dtype:
+            return lambda chunk: matrices[chunk.expert]
+        lifted = torch.empty_like(matrices[0], dtype=self.dtype)
+        return lambda chunk: lifted.copy_(matrices[chunk.expert]) if chunk.is_first else lifted
 
-    def column(self, weight_S: Tensor | None) -> Tensor | None:
-        return None if weight_S is None else weight_S.to(self.dtype).unsqueeze(1)
+    def gradient(self, w_eOI: Tensor) -> "_WeightGradient":
+        return _WeightGradient(w_eOI, self.counts, self.dtype)
 
     def start_sum(self, base_TD: Tensor | None) -> Tensor:
         """What rows are given back to: sums over experts in a wide dtype, or the rows themselves."""
-        dtype = self.like.dtype if self.token_S is None else self.sum_dtype
-        shape = tuple(self.like.shape)
+        dtype = sum_dtype(self.like.dtype) if self.sums_by_token else self.like.dtype
+        sum_TD = memory.empty(tuple(self.like.shape), self.like, dtype)
         if base_TD is not None:
-            return memory.empty(shape, self.like, dtype).copy_(base_TD)
-        return memory.empty(shape, self.like, dtype) if self.token_S is None else memory.zeros(shape, self.like, dtype)
+            return sum_TD.copy_(base_TD)
+        return sum_TD.zero_() if self.sums_by_token else sum_TD
 
     def place_for_result(self, y_TD: Tensor, chunk: _Chunk) -> Tensor:
         """Where a product is written that `give` brings to y: in y itself, if rows are not summed."""
-        if self.token_S is None and y_TD.dtype == self.dtype:
-            return y_TD[chunk.span]
+        if not self.sums_by_token and y_TD.dtype == self.dtype:
+            return self.split(y_TD)[chunk.number]
         return self.wide("result", chunk)
 
     def give(self, y_TD: Tensor, chunk: _Chunk, rows: Tensor) -> None:
         """Add the chunk's rows onto their tokens, or put them in their places."""
-        if self.token_S is not None:
+        if self.sums_by_token:
             if rows.dtype != y_TD.dtype:
-                rows = self._buffer("result to sum", (self._most_rows, self._wide), y_TD.dtype)[: chunk.size].copy_(
-                    rows
-                )
-            y_TD.index_add_(0, self.token_S[chunk.span], rows)
+                rows = self._buffer("result to sum", chunk.size, self._wide, y_TD.dtype).copy_(rows)
+            y_TD.index_add_(0, self._tokens[chunk.number], rows)
         elif rows.dtype != y_TD.dtype:
-            y_TD[chunk.span] = rows
+            self.split(y_TD)[chunk.number].copy_(rows)
 
-    def add_outer(self, grad_eOI: Tensor, chunk: _Chunk, a: Tensor, b: Tensor, name: str) -> None:
+    def _buffer(self, name: str, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        # Small experts make views as dear as arithmetic, so views are kept as well.
+        view = self._views.get((name, num_rows))
+        if view is None:
+            if name not in self._buffers:
+                self._buffers[name] = memory.empty((self._most_rows, width), self.like, dtype)
+            view = self._views[name, num_rows] = self._buffers[name][:num_rows]
+        return view
+
+
+def _cut(counts: list[int], size: int) -> Iterator[_Chunk]:
+    number = 0
+    for expert, count in enumerate(counts):
+        for first in range(0, count, size):
+            yield _Chunk(number, expert, min(size, count - first), first == 0, first + size >= count)
+            number += 1
+
+
+class _WeightGradient:
+    """The gradient of one matrix of every expert."""
+
+    def __init__(self, w_eOI: Tensor, counts: list[int], dtype: torch.dtype) -> None:
+        self.grad_eOI = memory.empty(tuple(w_eOI.shape), w_eOI)
+        self._grads = self.grad_eOI.unbind()
+        self._counts = counts
+        same = w_eOI.dtype == dtype or not self._grads
+        self._total = None if same else torch.empty_like(self._grads[0], dtype=dtype)
+
+    def add_outer(self, chunk: _Chunk, a: Tensor, b: Tensor) -> None:
         """Add a^T b to the expert's gradient, which the first chunk starts."""
-        same = grad_eOI.dtype == self.dtype
-        total = grad_eOI[chunk.expert] if same else self._buffer(name, tuple(grad_eOI.shape[1:]), self.dtype)
-        torch.addmm(total, a.t(), b, beta=0 if chunk.is_first else 1, out=total)
-        if chunk.is_last and not same:
-            grad_eOI[chunk.expert] = total
+        grad = self._grads[chunk.expert]
+        total = grad if self._total is None else self._total
+        if chunk.is_first:
+            torch.mm(a.t(), b, out=total)
+        else:
+            total.addmm_(a.t(), b)
+        if chunk.is_last and self._total is not None:
+            grad.copy_(total)
 
-    def clear_experts_without_rows(self, *grads: Tensor) -> None:
-        for expert, count in enumerate(self.counts):
+    def finish(self) -> Tensor:
+        """All of it, with zeros for experts without rows."""
+        for grad, count in zip(self._grads, self._counts, strict=False):
             if not count:
-                for grad in grads:
-                    grad[expert].zero_()
-
-    def _buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        if name not in self._buffers:
-            self._buffers[name] = memory.empty(shape, self.like, dtype)
-        return self._buffers[name]
+                grad.zero_()
+        return self.grad_eOI
 
 
 @stream_experts.register_fake
@@ -247,7 +276,7 @@ def _(x_TD, w1_eFD, w3_eFD, w2_eDF, weight_S, base_TD, token_S, count_e, weigh_b
 def _(  # type: ignore[no-untyped-def]
     grad_TD, x_TD, w1_eFD, w3_eFD, w2_eDF, weight_S, token_S, count_e, kept_2SF, weigh_before, need_weights
 ):
-    dws = [w.new_empty(w.shape if need_weights else 0) for w in (w1_eFD, w3_eFD, w2_eDF)]
+    dws = [w.new_empty(w.shape if need_weights else (0, *w.shape[1:])) for w in (w1_eFD, w3_eFD, w2_eDF)]
     dweight_S = x_TD.new_empty(0, dtype=sum_dtype(x_TD.dtype)) if weight_S is None else torch.empty_like(weight_S)
     return x_TD.new_empty(x_TD.shape), *dws, dweight_S
 
