@@ -1,0 +1,1 @@
+"""What Spurline's speed and memory are measured by: interleaved candidates, ratios to a floor and to peers."""

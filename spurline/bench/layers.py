@@ -1,0 +1,167 @@
+"""The layers that are compared: ours, and those of peers where they are installed, all with the same weights."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spurline.bench.cases import Case
+from spurline.bench.floor import Floor
+from spurline.moe import MoE, MoEConfig
+
+
+@dataclass
+class Candidate:
+    """A layer, (1, T, D) -> (1, T, D), and the input and output gradient it is run with."""
+
+    layer: nn.Module
+    x: Tensor
+    grad: Tensor
+
+    def forward(self) -> Tensor:
+        with torch.no_grad():
+            return self.layer(self.x)
+
+    def forward_and_backward(self) -> None:
+        """With gradients dropped before, as an optimizer's zero_grad does."""
+        for tensor in (self.x, *self.layer.parameters()):
+            tensor.grad = None
+        self.layer(self.x).backward(self.grad)
+
+
+@dataclass
+class Contest:
+    """All layers of one case, with the same weights and input, and their floor."""
+
+    floor: Floor
+    candidates: dict[str, Candidate]
+
+
+def make_contest(case: Case, dtype: torch.dtype = torch.float32, peers: bool = True) -> Contest:
+    torch.manual_seed(0)
+    config = MoEConfig(
+        dim=case.dim,
+        hidden_dim=case.hidden_dim,
+        num_experts=case.num_experts,
+        top_k=case.top_k,
+        force_load_balance=case.routing == "uniform",
+    )
+    ours = MoE(config)
+    x = torch.randn(1, case.num_tokens, case.dim)
+    _route_as_told(ours.router.gate_ED, x, case)
+    x, grad = x.to(dtype).requires_grad_(), torch.randn(x.shape).to(dtype)
+    ours.to(dtype)
+    layers: dict[str, nn.Module] = {"spurline": ours}
+    if peers and case.routing != "uniform":  # which peers offer for debugging at most
+        for name, make in _PEERS.items():
+            with contextlib.suppress(ImportError):
+                layers |= {name: make(case, ours).to(dtype)}
+    with torch.no_grad():
+        routing = ours.router(x.flatten(0, 1))
+    token_R = torch.argsort(routing.expert_TK.flatten(), stable=True) // case.top_k
+    weights = [w.detach() for w in (ours.experts.w1_EFD, ours.experts.w3_EFD, ours.experts.w2_EDF)]
+    counts = routing.count_E.tolist()
+    floor = Floor(x.detach()[0, token_R], *weights, counts, grad[0, token_R])  # type: ignore[arg-type, call-arg]
+    return Contest(floor, {name: Candidate(layer, x, grad) for name, layer in layers.items()})
+
+
+@torch.no_grad()
+def _route_as_told(gate_ED: Tensor, x: Tensor, case: Case) -> None:
+    """Set the gate, and one channel of x that is always 1, so that the experts are chosen as the case says."""
+    gate_ED.normal_(std=0.1)
+    x[..., 0] = 1.0
+    rank_E = torch.arange(1, case.num_experts + 1, dtype=torch.float32)
+    if case.routing == "zipf":
+        # Logits of these offsets plus Gumbel-like noise choose expert n in proportion to 1 / n.
+        gate_ED.normal_(std=case.dim**-0.5)
+        gate_ED[:, 0] = -rank_E.log()
+    elif case.routing == "one_hot":
+        gate_ED.zero_()
+        gate_ED[:, 0] = -rank_E / case.num_experts
+
+
+def _torchtitan(case: Case, ours: MoE) -> nn.Module:
+    """As shipped it casts to bfloat16; here its products stay in the dtype of the rows."""
+    from torchtitan.models.common import moe
+    from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
+
+    class Experts(moe.GroupedExperts):
+        def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
+            ends_E = num_tokens_per_expert_E.cumsum(0, dtype=torch.int32)
+
+            def product(rows: Tensor, w: Tensor) -> Tensor:
+                return torch._grouped_mm(rows, w.transpose(-2, -1), offs=ends_E)
+
+            hidden = torch.nn.functional.silu(product(x_RD, self.w1_EFD)) * product(x_RD, self.w3_EFD)
+            return product(hidden, self.w2_EDF)
+
+    sizes = {"num_experts": case.num_experts}
+    config = moe.MoE.Config(
+        **sizes,
+        load_balance_coeff=None,
+        routed_experts=moe.RoutedExperts.Config(
+            inner_experts=moe.GroupedExperts.Config(**sizes, dim=case.dim, hidden_dim=case.hidden_dim),
+            token_dispatcher=LocalTokenDispatcher.Config(**sizes, top_k=case.top_k),
+        ),
+        router=moe.TokenChoiceTopKRouter.Config(
+            **sizes,
+            top_k=case.top_k,
+            score_func="softmax",
+            gate=moe.Linear.Config(in_features=case.dim, out_features=case.num_experts),
+        ),
+    )
+    layer = config.build()
+    experts = layer.routed_experts.inner_experts
+    experts.__class__ = Experts
+    for name in ("w1_EFD", "w3_EFD", "w2_EDF"):
+        setattr(experts, name, _copy(getattr(ours.experts, name)))
+    layer.router.gate.weight = _copy(ours.router.gate_ED)
+    layer._init_self_buffers(buffer_device=torch.device("cpu"))
+    return layer
+
+
+def _transformers(implementation: str) -> Callable[[Case, MoE], nn.Module]:
+    def make(case: Case, ours: MoE) -> nn.Module:
+        from transformers import Qwen3MoeConfig
+        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+        config = Qwen3MoeConfig(
+            hidden_size=case.dim,
+            moe_intermediate_size=case.hidden_dim,
+            num_experts=case.num_experts,
+            num_experts_per_tok=case.top_k,
+            norm_topk_prob=False,
+        )
+        config._experts_implementation = implementation
+        layer = Qwen3MoeSparseMoeBlock(config)
+        experts = ours.experts
+        layer.experts.gate_up_proj = _copy(torch.cat([experts.w1_EFD, experts.w3_EFD], dim=1))
+        layer.experts.down_proj = _copy(experts.w2_EDF)
+        layer.gate.weight = _copy(ours.router.gate_ED)
+        return layer
+
+    return make
+
+
+def _copy(weight: Tensor) -> nn.Parameter:
+    return nn.Parameter(weight.detach().clone())
+
+
+_PEERS: dict[str, Callable[[Case, MoE], Any]] = {
+    "torchtitan": _torchtitan,
+    "transformers grouped_mm": _transformers("grouped_mm"),
+    "transformers batched_mm": _transformers("batched_mm"),
+    "transformers eager": _transformers("eager"),
+}
+
+
+def check_agreement(contest: Contest, tolerance: float) -> Iterator[str]:
+    """A line for each layer whose output is not that of ours: a peer that computes something else proves nothing."""
+    expected = contest.candidates["spurline"].forward()
+    for name, candidate in contest.candidates.items():
+        error = (candidate.forward() - expected).abs().max() / expected.abs().max()
+        if not error <= tolerance:
+            yield f"{name} differs from spurline by {error:.2g}"
