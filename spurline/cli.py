@@ -13,6 +13,11 @@ from spurline import __version__
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("Train a model, from a preset or from an earlier run's config.json.", "spurline.tools.train:main"),
     "configs": ("List the model families and their presets, with parameter counts.", "spurline.tools.configs:main"),
+    "generate": ("Have the model of a run write on after a prompt.", "spurline.tools.generate:main"),
+    "convert": ("Read a Hugging Face model, or write a checkpoint as one.", "spurline.tools.convert:main"),
+    "data": ("Prepare data for training, and check what was prepared.", "spurline.tools.data:main"),
+    "tokenizer": ("Train a tokenizer, or look at one.", "spurline.tools.tokenizer:main"),
+    "bench": ("Measure the layer and the step, beside peers that are installed.", "spurline.tools.bench:main"),
     "verify": ("Check that every way to train equals the reference, on local ranks.", "spurline.tools.verify:main"),
 }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
 if TYPE_CHECKING:
@@ -195,16 +196,40 @@ class Checkpoint:
 @dataclass(frozen=True)
 class Data:
     path: str = ""
-    """A text file or a folder of text files; empty means the Python standard library's own source."""
+    """Prepared data, or text, JSONL or Parquet, in a file or folder; or hf://NAME; several with commas between.
+    Empty means the Python standard library's own source."""
     pattern: str = "*"
     """Which files of a folder are read, at any depth (e.g. *.md)."""
     validation_fraction: float = 0.02
     """Share of the tokens that is held out for the validation loss."""
+    weights: str = ""
+    """How often each path is read, such as 3,1 (empty: as its size is, or as it was prepared)."""
+    text_field: str = "text"
+    """Where JSONL, Parquet and Hugging Face data sets have their text."""
+    tokenizer: str = ""
+    """A tokenizer's JSON file or Hugging Face folder; empty means that of prepared data, or else bytes."""
+    kind: Literal["text", "pictures"] = "text"
+    """Text, or pictures: then the path is a JSONL file of {"image": path, "text": ...}, and empty for drawn ones."""
+    max_pixels: int = 65_536
+    """Pictures with more pixels are scaled down to this many."""
 
     def problems(self) -> list[str]:
+        found: list[str] = []
         if not 0 <= self.validation_fraction < 1:
-            return [f"validation_fraction must be in [0, 1), got {self.validation_fraction}"]
-        return []
+            found.append(f"validation_fraction must be in [0, 1), got {self.validation_fraction}")
+        found += _at_least(self, max_pixels=1024)
+        if self.weights and not self.shares:
+            found.append(f"weights must be positive numbers with commas between, such as 3,1, got {self.weights!r}")
+        return found
+
+    @property
+    def shares(self) -> list[Fraction]:
+        """The weights as exact numbers; none if they aren't given, or wrong."""
+        try:
+            shares = [Fraction(weight.strip()) for weight in self.weights.split(",")]
+        except (ValueError, ZeroDivisionError):
+            return []
+        return shares if min(shares) > 0 else []
 
 
 @dataclass(frozen=True)
@@ -275,6 +300,8 @@ class RunConfig(Generic[M]):
             for problem in _not_finite(value) or value.problems():
                 about_an_option = problem.split(" ", 1)[0].split(".")[0] in names
                 found.append(f"{section.name}.{problem}" if about_an_option else f"{section.name}: {problem}")
+        if self.data.kind == "pictures" and not hasattr(self.model, "vision"):
+            found.append("data.kind pictures: this model reads text alone; one that sees is --module qwen3_vl")
         local, total = self.training.local_batch_size, self.training.global_batch_size
         if local > 0 and total > 0 and total % local:
             found.append(f"training.global_batch_size {total} is not a multiple of training.local_batch_size {local}")

@@ -33,10 +33,20 @@ def saved_bytes(candidate: Candidate) -> int:
 
 
 def footprint(case: Case, name: str, threads: int) -> dict[str, int]:
-    """Bytes by kind, each measured in a new process: saved, forward (no gradients), training beyond weight gradients."""
+    """Bytes by kind, each in a new process: saved, forward (without gradients), training (beyond weight gradients)."""
     found = {}
     for what in ("saved", "forward", "training"):
-        command = [sys.executable, "-W", "ignore", "-m", "spurline.bench.footprint", case.name, name, what, str(threads)]
+        command = [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-m",
+            "spurline.bench.footprint",
+            case.name,
+            name,
+            what,
+            str(threads),
+        ]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip().splitlines()[-1:]}")

@@ -30,7 +30,7 @@ class Timing:
 
 
 def interleave(candidates: dict[str, Callable[[], object]], seconds: float, least: int = 5) -> dict[str, Timing]:
-    """Run all candidates round after round, for about so many seconds and at least so many rounds, after one to warm up.
+    """Run all candidates round after round: for about so many seconds, at least so many rounds, after one to warm up.
 
     Each round starts with another candidate, so that none always comes after the same neighbour.
     """

@@ -1,4 +1,4 @@
-"""Text to batches: sources, tokenizer, packing, loader. Importing this package does not import torch."""
+"""Text and pictures to batches: sources, tokenizer, packing, loader. Importing this package does not import torch."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from spurline.config import Data
-from spurline.data.sources import check_data
+from spurline.data.sources import check_data as check_text
 
 if TYPE_CHECKING:
     from spurline.data.loader import TrainBatches, ValidationBatches
-    from spurline.data.tokenizer import ByteTokenizer
+    from spurline.data.tokenizer import Tokenizer
 
 __all__ = ["DataSets", "check_data", "open_data"]
 
 
 @dataclass(frozen=True)
 class DataSets:
-    tokenizer: ByteTokenizer
+    tokenizer: Tokenizer
     train: TrainBatches
     validation: ValidationBatches | None
     """None when nothing is held out, or the text is too short for it."""
@@ -26,19 +26,29 @@ class DataSets:
     """Tokens of all documents, training and validation, with their boundaries."""
 
 
+def check_data(data: Data) -> list[str]:
+    """What is wrong with the data options as far as it shows without reading all of it; empty when nothing is."""
+    if data.kind == "text":
+        return check_text(data)
+    from spurline.data.picture_samples import check_pictures
+
+    return check_pictures(data)
+
+
 def open_data(data: Data, seq_len: int, seed: int) -> DataSets:
     """Read, pack and split the data set that `data` names; a ValueError says what is wrong with it."""
-    from spurline.data.loader import TrainBatches, ValidationBatches
-    from spurline.data.packing import pack
-    from spurline.data.sources import read_documents
-    from spurline.data.tokenizer import ByteTokenizer
+    if data.kind == "pictures":
+        from spurline.data.pictures import open_pictures
 
-    tokenizer = ByteTokenizer()
-    packed = pack(read_documents(data), tokenizer, seq_len, data.validation_fraction)
+        return open_pictures(data, seq_len, seed)
+    from spurline.data.loader import TrainBatches, ValidationBatches
+    from spurline.data.text import open_text
+
+    text = open_text(data, seq_len, seed)
     return DataSets(
-        tokenizer=tokenizer,
-        train=TrainBatches(packed.train, seed),
-        validation=ValidationBatches(packed.validation) if packed.validation is not None else None,
-        num_documents=packed.num_documents,
-        num_tokens=packed.num_tokens,
+        tokenizer=text.tokenizer,
+        train=TrainBatches(text.train, seed, order=text.order),
+        validation=ValidationBatches(text.validation) if text.validation is not None else None,
+        num_documents=text.num_documents,
+        num_tokens=text.num_tokens,
     )

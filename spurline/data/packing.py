@@ -1,4 +1,4 @@
-"""Documents become one stream of tokens, split into training and validation and cut into windows.
+"""Documents become one stream of tokens, split into training and validation and cut into windows. Free of torch.
 
 Shapes: N tokens of a stream, B windows, L tokens a sequence.
 """
@@ -7,14 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from spurline.data.sources import Document, stable_hash
-from spurline.data.tokenizer import ByteTokenizer
-
-Tokens = npt.NDArray[np.uint16]
+from spurline.data.formats import Document
+from spurline.data.stream import (
+    DocumentStream,
+    Stretches,
+    between,
+    choose_documents,
+    split_by_document,
+    split_hash,
+    whole,
+)
+from spurline.data.tokenizer import Tokenizer, Tokens, token_dtype
 
 
 class Windows:
@@ -24,7 +32,7 @@ class Windows:
     up to the `num_dropped` at the end that fill no window.
     """
 
-    def __init__(self, stream_N: Tokens, seq_len: int, boundary_id: int) -> None:
+    def __init__(self, stream_N: Stretches | Tokens, seq_len: int, boundary_id: int) -> None:
         self._num_windows, self.num_dropped = divmod(max(0, len(stream_N) - 1), seq_len)
         self.seq_len = seq_len
         self.boundary_id = boundary_id
@@ -33,15 +41,49 @@ class Windows:
     def __len__(self) -> int:
         return self._num_windows
 
+    @property
+    def part_sizes(self) -> list[int]:
+        return [len(self)]
+
     def take(self, window_ids: Sequence[int]) -> Tokens:
         """The windows (B, L + 1) with these ids."""
-        start_B = np.asarray(window_ids, dtype=np.int64) * self.seq_len
-        return self._stream_N[start_B[:, None] + np.arange(self.seq_len + 1)]
+        window_BL = np.empty((len(window_ids), self.seq_len + 1), self._stream_N.dtype)
+        for row, window_id in enumerate(window_ids):
+            start = window_id * self.seq_len
+            window_BL[row] = self._stream_N[start : start + self.seq_len + 1]
+        return window_BL
 
     def document_ids(self, window_id: int) -> npt.NDArray[np.int64]:
         """Which document each token (L,) of a window belongs to; 0 is the one that began before the window."""
-        tokens_L = self.take([window_id])[0, :-1]
-        return np.cumsum(tokens_L == self.boundary_id)
+        return document_ids(self.take([window_id])[0, :-1], self.boundary_id)
+
+
+class JoinedWindows:
+    """The windows of several streams, numbered through; none goes over the end of a stream."""
+
+    def __init__(self, parts: Sequence[Windows]) -> None:
+        self._parts = parts
+        self.part_sizes = [len(part) for part in parts]
+        self._stop_P = np.cumsum(self.part_sizes)
+        self.seq_len, self.boundary_id = parts[0].seq_len, parts[0].boundary_id
+
+    def __len__(self) -> int:
+        return sum(self.part_sizes)
+
+    def take(self, window_ids: Sequence[int]) -> Tokens:
+        """The windows (B, L + 1) with these ids."""
+        part_B = np.searchsorted(self._stop_P, window_ids, side="right").tolist()
+        begin_P = (self._stop_P - self.part_sizes).tolist()
+        rows = [self._parts[part].take([i - begin_P[part]]) for i, part in zip(window_ids, part_B, strict=True)]
+        return np.concatenate([self._parts[0].take([]), *rows])
+
+
+def document_ids(tokens_BL: Any, boundary_id: int) -> Any:
+    """Which document each token (..., L) belongs to, for arrays as for tensors; 0 is the one that began before.
+
+    A token that may attend to its own document only sees the positions with the same id.
+    """
+    return (tokens_BL == boundary_id).cumsum(-1)
 
 
 @dataclass(frozen=True)
@@ -53,65 +95,63 @@ class Packed:
     num_tokens: int
 
 
-def pack(documents: Iterable[Document], tokenizer: ByteTokenizer, seq_len: int, validation_fraction: float) -> Packed:
+def pack(
+    documents: Iterable[Document], tokenizer: Tokenizer, seq_len: int, validation_fraction: float, path: str = ""
+) -> Packed:
     """Join the documents, each after a boundary token, split off what is held out, and cut both parts into windows."""
-    boundary = np.array([tokenizer.boundary_id], dtype=np.uint16)
-    names: list[str] = []
-    pieces: list[Tokens] = []
+    stream = stream_of(documents, tokenizer)
+    return pack_stream(stream, tokenizer.boundary_id, seq_len, validation_fraction, path)
+
+
+def stream_of(documents: Iterable[Document], tokenizer: Tokenizer) -> DocumentStream:
+    """The tokens of all documents, in memory."""
+    boundary = np.array([tokenizer.boundary_id], dtype=token_dtype(tokenizer.vocab_size))
+    pieces: list[Tokens] = [boundary[:0]]
+    starts: list[int] = []
+    hashes: list[int] = []
+    num_tokens = 0
     for document in documents:
-        names.append(document.name)
-        pieces.append(np.concatenate([boundary, tokenizer.encode(document.text)]))
-    num_tokens = sum(map(len, pieces))
-    if num_tokens < seq_len + 1:
+        if not document.is_rest:
+            starts.append(num_tokens)
+            hashes.append(split_hash(document.name))
+            pieces.append(boundary)
+            num_tokens += 1
+        pieces.append(tokenizer.encode(document.text))
+        num_tokens += len(pieces[-1])
+    return DocumentStream([np.concatenate(pieces)], np.array(starts, np.int64), np.array(hashes, np.uint64))
+
+
+def pack_stream(
+    stream: DocumentStream, boundary_id: int, seq_len: int, validation_fraction: float, path: str = ""
+) -> Packed:
+    """Split off what is held out, and cut both parts into windows; `path` says where the stream is from."""
+    if stream.num_tokens < seq_len + 1:
         raise ValueError(
-            f"data.path has {num_tokens} tokens, and one training window needs {seq_len + 1}"
-            " (training.seq_len + 1): give more text or a smaller training.seq_len"
+            f"data.path {path + ' ' if path else ''}has {stream.num_tokens} tokens, and one training window needs"
+            f" {seq_len + 1} (training.seq_len + 1): give more text or a smaller training.seq_len"
         )
-    train_N, validation_N = _split(names, pieces, seq_len, validation_fraction)
-    validation = Windows(validation_N, seq_len, tokenizer.boundary_id)
+    train_N, validation_N = _split(stream, seq_len, validation_fraction)
+    validation = Windows(validation_N, seq_len, boundary_id)
     return Packed(
-        train=Windows(train_N, seq_len, tokenizer.boundary_id),
+        train=Windows(train_N, seq_len, boundary_id),
         validation=validation if len(validation) else None,
-        num_documents=len(names),
-        num_tokens=num_tokens,
+        num_documents=len(stream.start_D),
+        num_tokens=stream.num_tokens,
     )
 
 
-def _split(names: Sequence[str], pieces: Sequence[Tokens], seq_len: int, fraction: float) -> tuple[Tokens, Tokens]:
-    """The stream of the training documents and that of the held-out ones.
+def _split(stream: DocumentStream, seq_len: int, fraction: float) -> tuple[Stretches, Stretches]:
+    """The training documents and the held-out ones.
 
     Where whole documents can't come near the fraction (there is one document, or a few large ones),
-    the last windows of the joint stream are held out instead.
+    the last windows of the stream are held out instead.
     """
-    stream_N = np.concatenate(pieces)
-    num_windows = (len(stream_N) - 1) // seq_len
+    num_windows = (stream.num_tokens - 1) // seq_len
     num_held_out = min(round(num_windows * fraction), num_windows - 1)
     if num_held_out == 0:
-        return stream_N, stream_N[:0]
-
-    sizes = [len(piece) for piece in pieces]
-    held_out = choose_held_out(names, sizes, fraction)
-    is_held_out_N = np.repeat([name in held_out for name in names], sizes)
-    train_N, validation_N = stream_N[~is_held_out_N], stream_N[is_held_out_N]
+        return whole(stream), between(stream, 0, 0)
+    train_N, validation_N = split_by_document(stream, choose_documents(stream.hash_D, stream.sizes(), fraction))
     if min(len(train_N), len(validation_N)) > seq_len:
         return train_N, validation_N
-
     cut = (num_windows - num_held_out) * seq_len
-    return stream_N[: cut + 1], stream_N[cut:]
-
-
-def choose_held_out(names: Sequence[str], sizes: Sequence[int], fraction: float) -> set[str]:
-    """Names of documents that hold at most, and close to, `fraction` of the tokens; none where no choice comes close.
-
-    They are tried in the order of a hash of their name and taken while they fit: the order of the documents
-    doesn't matter, and a data set that grows keeps most of its split.
-    """
-    target = round(sum(sizes) * fraction)
-    chosen: set[str] = set()
-    num_chosen = 0
-    for name, size in sorted(zip(names, sizes, strict=True), key=lambda entry: stable_hash("split", entry[0])):
-        if num_chosen + size <= target:
-            chosen.add(name)
-            num_chosen += size
-    is_close = target - num_chosen <= min(target, sum(sizes) - target) / 2
-    return chosen if is_close else set()
+    return between(stream, 0, cut + 1), between(stream, cut, stream.num_tokens)

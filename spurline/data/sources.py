@@ -6,10 +6,13 @@ import hashlib
 import os
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from spurline.config import Data
+from spurline.data.formats import Advance, Document, read_file
+from spurline.data.hf_datasets import dataset_problems, is_dataset, num_rows, read_dataset
+from spurline.data.prepared_index import is_prepared, load_index
 
 # Folders that are no part of the library's own code, and files that differ between two builds of one Python version.
 _NOT_STDLIB = (
@@ -18,35 +21,78 @@ _NOT_STDLIB = (
 )
 
 
-@dataclass(frozen=True)
-class Document:
-    name: str
-    """Path within the data set, with forward slashes: it decides the place in the order and the side of the split."""
-    text: str
-
-
 def stable_hash(purpose: str, name: str) -> bytes:
     """The same on every machine and in every process; hashes for two purposes are independent of each other."""
     return hashlib.sha256(f"{purpose}\0{name}".encode("utf-8", "surrogatepass")).digest()
 
 
-def read_documents(data: Data) -> Iterator[Document]:
-    """Every document that has text, in the order of a hash of its name, so that neighbours mix subjects."""
-    files = sorted(_find_files(data), key=lambda file: stable_hash("order", file[0]))
+def each_path(data: Data) -> list[Data]:
+    """The options for each of the paths that are given with commas between; a path that exists as it is, is one."""
+    if os.path.exists(os.path.expanduser(data.path)):
+        return [data]
+    paths = [path.strip() for path in data.path.split(",")]
+    if len(paths) > 1 and not all(paths):
+        raise ValueError(f"data.path {data.path!r}: there is nothing between two commas, or before or after one")
+    return [replace(data, path=path) for path in paths]
+
+
+def read_documents(data: Data, advance: Advance = lambda amount: None) -> Iterator[Document]:
+    """Every document of one path that has text: files in the order of a hash of their name, so that subjects mix.
+
+    Large text comes in pieces. `advance` is told how much of `source_size` has been read since it was last called.
+    """
     has_text = False
-    for name, path in files:
-        if text := _decode(_read(path), path):
-            has_text = True
-            yield Document(name, text)
+    for document in _read(data, advance):
+        has_text = True
+        yield document
     if not has_text:
-        raise ValueError(f"data.path {_root(data)!r} has no text: every file that is read there is empty")
+        raise ValueError(f"data.path {_root(data)!r} has no text: everything that is read there is empty")
+
+
+def _read(data: Data, advance: Advance) -> Iterator[Document]:
+    root = _root(data)
+    if is_dataset(root):
+        yield from read_dataset(root, data.text_field, advance)
+        return
+    for name, path in sorted(_find_files(data), key=lambda file: stable_hash("order", file[0])):
+        yield from read_file(path, name, data.text_field, advance)
+
+
+def source_size(data: Data) -> int | None:
+    """How much there is to read: bytes of files, or rows of a data set if their number is known."""
+    root = _root(data)
+    if is_dataset(root):
+        return num_rows(root)
+    return sum(os.path.getsize(path) for _, path in _find_files(data) if os.path.exists(path))
 
 
 def check_data(data: Data) -> list[str]:
     """What is wrong with the data options as far as it shows without reading the text; empty when nothing is."""
     try:
+        paths = each_path(data)
+    except ValueError as problem:
+        return [str(problem)]
+    problems = [problem for one in paths for problem in _path_problems(one)]
+    if data.shares and len(data.shares) != len(paths):
+        problems.append(f"data.weights has {len(data.shares)} numbers, and data.path names {len(paths)}")
+    if data.tokenizer and not os.path.exists(os.path.expanduser(data.tokenizer)):
+        problems.append(f"data.tokenizer {data.tokenizer!r} does not exist or can't be reached")
+    return problems
+
+
+def _path_problems(data: Data) -> list[str]:
+    root = _root(data)
+    if is_dataset(root):
+        return dataset_problems(root)
+    try:
+        if is_prepared(root):
+            load_index(root)
+            return []
         _, path = next(_find_files(data))
-        _read(path, num_bytes=1)
+        with open(path, "rb") as file:
+            file.read(1)
+    except OSError as error:
+        return [f"data.path: can't read {path!r}: {error.strerror}"]
     except ValueError as problem:
         return [str(problem)]
     return []
@@ -103,26 +149,3 @@ def _matches(parts: list[str], pattern: list[str]) -> bool:
     if pattern[-1] == "**":
         return any(_matches(parts[:end], pattern[:-1]) for end in range(len(parts) + 1))
     return bool(parts) and fnmatchcase(parts[-1], pattern[-1]) and _matches(parts[:-1], pattern[:-1])
-
-
-def _read(path: str, num_bytes: int = -1) -> bytes:
-    try:
-        with open(path, "rb") as file:
-            return file.read(num_bytes)
-    except OSError as error:
-        raise ValueError(f"data.path: can't read {path!r}: {error.strerror}") from None
-
-
-def _decode(content: bytes, path: str) -> str:
-    try:
-        text = content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        what, offset = f"byte 0x{content[error.start]:02x}", error.start
-    else:
-        what, offset = "a NUL byte", content.find(0)
-        if offset < 0:
-            return text
-    raise ValueError(
-        f"data.path: {path!r} is not UTF-8 text ({what} at offset {offset}): convert it or,"
-        " in a folder, leave it out with data.pattern (such as *.md)"
-    )

@@ -14,6 +14,7 @@ _FAMILIES: dict[str, str] = {
     "deepseek_v3": "spurline.models.deepseek_v3",
     "moe_10b_2b": "spurline.models.moe_10b_2b",
     "qwen3": "spurline.models.qwen3",
+    "qwen3_vl": "spurline.models.qwen3_vl",
 }
 
 
@@ -24,6 +25,10 @@ def register_family(name: str, package: str) -> None:
 
 def family_names() -> list[str]:
     return sorted(_FAMILIES)
+
+
+def family_package(name: str) -> str:
+    return _FAMILIES[name]
 
 
 def family_configs(name: str) -> dict[str, Callable[[], RunConfig[Any]]]:

@@ -6,6 +6,8 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import nn
 
+from spurline.parallel.blocks import blocks_of
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -16,9 +18,9 @@ _RECOMPILE_LIMIT = 64
 
 
 def apply_compile(model: nn.Module, backend: str = "inductor", fullgraph: bool = True) -> None:
-    """Compile each block of model.layers in place, as one graph; calling it again changes nothing."""
+    """Compile each block of the model in place, as one graph; calling it again changes nothing."""
     _check_backend(backend)
-    for block in model.layers.values():  # type: ignore[operator]
+    for block in blocks_of(model):
         if block._compiled_call_impl is None:
             block.compile(backend=backend, fullgraph=fullgraph, recompile_limit=_RECOMPILE_LIMIT)
 

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from spurline.moe.experts import Experts
+from spurline.parallel.blocks import blocks_of
 
 
 def has_per_parameter_meshes() -> bool:
@@ -22,7 +23,7 @@ def has_per_parameter_meshes() -> bool:
 
 
 def apply_fsdp(model: nn.Module, mesh: DeviceMesh, expert_mesh: DeviceMesh, one_call: bool | None = None) -> None:
-    """Shard every block of model.layers by itself, then the rest, in place.
+    """Shard every block of the model by itself, then the rest, in place.
 
     Where PyTorch has per-parameter meshes, a block with experts is one unit; elsewhere (or with one_call=False) its
     experts are a unit of their own, sharded first. Gradients are summed over ranks, not averaged: our losses already
@@ -30,7 +31,7 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, expert_mesh: DeviceMesh, one_
     """
     if one_call is None:
         one_call = has_per_parameter_meshes()
-    for block in model.layers.values():  # type: ignore[operator]
+    for block in blocks_of(model):
         all_experts = [module for module in block.modules() if isinstance(module, Experts)]
         if not all_experts:
             fully_shard(block, mesh=mesh)

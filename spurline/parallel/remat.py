@@ -22,6 +22,7 @@ import spurline.moe.ops.choose
 import spurline.moe.ops.grouped
 import spurline.moe.ops.stream
 import spurline.parallel.collectives  # noqa: F401  (all register ops that are named here)
+from spurline.parallel.blocks import blocks_of
 
 _aten = torch.ops.aten
 _DECISIONS = {
@@ -56,7 +57,7 @@ _MARKS = {
 
 
 def apply_remat(model: nn.Module, mode: str) -> None:
-    """Have each block of model.layers recompute in the backward pass, in place: none, full or selective.
+    """Have each block of the model recompute in the backward pass, in place: none, full or selective.
 
     Names of modules and parameters stay as they are. Of several calls, the last one holds.
     """
@@ -65,7 +66,7 @@ def apply_remat(model: nn.Module, mode: str) -> None:
     # What a block changes in Python (it frees weights packed for evaluation) need not be done a second time.
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     SAC_IGNORED_OPS.update(_MARKS)
-    for block in model.layers.children():  # type: ignore[union-attr]
+    for block in blocks_of(model):
         block.__dict__.pop("forward", None)
         if mode != "none":
             block.forward = MethodType(_FORWARD[mode], block)

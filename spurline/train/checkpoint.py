@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -72,10 +72,7 @@ class Checkpoints:
         """
         import torch.distributed.checkpoint as dcp
 
-        path = self._path(step)
-        if step not in self._steps():
-            there = ", ".join(map(str, self._steps())) or "none"
-            raise ValueError(f"there is no complete checkpoint {path}; steps in that folder: {there}")
+        path = self._complete_path(step)
         saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
         model_tensors = _model_tensors(model)
         if misfits := _misfits(saved, model_tensors):
@@ -93,6 +90,58 @@ class Checkpoints:
         if optimizer:
             _load_optimizer_tensors(model, optimizer, optimizer_tensors)
         return state["extra"][0]
+
+    def write_tensors(
+        self, step: int, tensors: dict[str, Tensor], read: Callable[[str], Tensor], extra: dict[str, Any]
+    ) -> None:
+        """Write a checkpoint of a model alone, whose tensors are read by name just before they are written.
+
+        `tensors` are on the meta device: no more than two of those that `read` returns are in memory at once.
+        """
+        import torch.distributed.checkpoint as dcp
+
+        class ReadingPlanner(dcp.DefaultSavePlanner):
+            def lookup_object(self, index: Any) -> Any:
+                is_tensor = index.fqn.startswith("model.")
+                return read(index.fqn.removeprefix("model.")) if is_tensor else super().lookup_object(index)
+
+        self.folder.mkdir(parents=True, exist_ok=True)
+        state = {**{f"model.{name}": tensor for name, tensor in tensors.items()}, "extra": (extra,)}
+        # A file for each tensor: the writer holds on to all that it has written to the file it is at.
+        writer = dcp.FileSystemWriter(self._temporary(step), single_file_per_rank=False)
+        try:
+            with _quiet_about_one_process():
+                dcp.save(state, storage_writer=writer, planner=ReadingPlanner())
+        except dcp.api.CheckpointException as error:
+            # An interrupt, or an error of `read`, comes wrapped.
+            raise error.failures[0][0] from error
+        self._publish(step)
+
+    def tensors(self, step: int) -> dict[str, Tensor]:
+        """The model's tensors in the checkpoint of `step`, by name, on the meta device."""
+        import torch.distributed.checkpoint as dcp
+
+        saved = dcp.FileSystemReader(self._complete_path(step)).read_metadata().state_dict_metadata
+        return {
+            name.removeprefix("model."): torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+            for name, entry in saved.items()
+            if isinstance(entry, dcp.TensorStorageMetadata) and name.startswith("model.")
+        }
+
+    def read_tensor(self, step: int, name: str, like: Tensor) -> Tensor:
+        """One of the model's tensors in full, with the shape and dtype of `like`, whatever ranks have written it."""
+        import torch.distributed.checkpoint as dcp
+
+        state = {f"model.{name}": torch.empty(like.shape, dtype=like.dtype)}
+        with _quiet_about_one_process():
+            dcp.load(state, checkpoint_id=self._complete_path(step), no_dist=True)
+        return state[f"model.{name}"]
+
+    def _complete_path(self, step: int) -> Path:
+        if step not in self._steps():
+            there = ", ".join(map(str, self._steps())) or "none"
+            raise ValueError(f"there is no complete checkpoint {self._path(step)}; steps in that folder: {there}")
+        return self._path(step)
 
     def _steps(self) -> list[int]:
         """The steps of the complete checkpoints, ascending; `.metadata` is the last file that gets written."""

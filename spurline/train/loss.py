@@ -6,9 +6,8 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor
 
+from spurline.data.batch import IGNORE_INDEX
 from spurline.parallel.tensor import TensorParallel
-
-IGNORE_INDEX = -100
 
 
 def cross_entropy_sum(logits_BLV: Tensor, labels_BL: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +18,20 @@ from torch import Tensor, nn
 from spurline import config_io
 from spurline.config import RunConfig
 from spurline.data import DataSets, open_data
+from spurline.data.batch import IGNORE_INDEX, Batch
 from spurline.device import peak_memory_bytes
-from spurline.models.common.generate import generate
+from spurline.models.common.generate import generate, printable
 from spurline.models.common.init import initialize
+from spurline.models.common.sampling import Sampling
 from spurline.moe.balance import set_token_weight, take_balance_loss, update_expert_bias
 from spurline.moe.telemetry import routing_statistics
 from spurline.parallel.compile import compile_function
 from spurline.parallel.fsdp import splits_experts_from_blocks
 from spurline.parallel.model import parallelize_model
 from spurline.parallel.world import World, joined_world
+from spurline.train.captions import write_captions
 from spurline.train.checkpoint import Checkpoints
-from spurline.train.loss import IGNORE_INDEX, count_real_tokens, make_loss_sum
+from spurline.train.loss import count_real_tokens, make_loss_sum
 from spurline.train.metrics import MetricsWriter, Throughput
 from spurline.train.optimizer import build_optimizer, clip_gradients, learning_rate, set_learning_rate
 from spurline.train.progress import Progress
@@ -63,12 +66,12 @@ class Trainer:
         set_learning_rate(self.optimizer, lr)
 
         micro_batches = self.micro_batches(step)
-        num_tokens = self.count_tokens(labels_BL for _, labels_BL in micro_batches)
+        num_tokens = self.count_tokens(batch.labels_BL for batch in micro_batches)
         # Every token of the step weighs the same, in the language loss as in the balance losses.
         set_token_weight(self.model, 1 / num_tokens)
         total_loss = torch.zeros((), device=self.device)
-        for tokens_BL, labels_BL in micro_batches:
-            loss = self.loss_sum(self.model(tokens_BL), labels_BL) / num_tokens
+        for batch in micro_batches:
+            loss = self.loss_sum(self.model(batch.tokens_BL, **batch.extras), batch.labels_BL) / num_tokens
             loss.backward()
             total_loss += loss.detach()
 
@@ -90,13 +93,13 @@ class Trainer:
             "expert_load": {name: count_E.tolist() for name, count_E in count_by_layer.items()},
         }
 
-    def micro_batches(self, step: int) -> list[tuple[Tensor, Tensor]]:
-        """This rank's sequences of the step, as tokens (B, L) and labels (B, L)."""
+    def micro_batches(self, step: int) -> list[Batch]:
+        """This rank's sequences of the step."""
         size, world = self.config.training.local_batch_size, self.world
         first = (step - 1) * self.global_batch_size + world.data_rank * size
         every = size * world.data_size
-        batches = [self.data.train.batch(first + done, size) for done in range(0, self.global_batch_size, every)]
-        return [(tokens_BL.to(self.device), labels_BL.to(self.device)) for tokens_BL, labels_BL in batches]
+        starts = [first + done for done in range(0, self.global_batch_size, every)]
+        return [self.data.train.batch(start, size).to(self.device) for start in starts]
 
     def count_tokens(self, labels: Iterable[Tensor]) -> int:
         """The real tokens of all ranks."""
@@ -113,41 +116,41 @@ class Trainer:
         world = self.world
         total, num_tokens = torch.zeros((), device=self.device), 0
         size = self.config.training.local_batch_size * world.data_size
-        for batch in self.data.validation.batches(size, metrics.validation_batches):
-            tokens_BL, labels_BL = (part.to(self.device) for part in share(*batch, world.data_rank, world.data_size))
-            total += self.loss_sum(self.model(tokens_BL), labels_BL)
-            num_tokens += self.count_tokens([labels_BL])
+        for whole in self.data.validation.batches(size, metrics.validation_batches):
+            batch = share(whole, world.data_rank, world.data_size).to(self.device)
+            total += self.loss_sum(self.model(batch.tokens_BL, **batch.extras), batch.labels_BL)
+            num_tokens += self.count_tokens([batch.labels_BL])
         self.model.train()
         return self.world.sum_over_data(total).item() / num_tokens
 
     def sample(self) -> str:
-        """Text that the model writes after metrics.sample_prompt."""
+        """Text that the model writes after metrics.sample_prompt, and about held-out pictures if there are any."""
         config = self.config
         tokenizer = self.data.tokenizer
         prompt = [tokenizer.boundary_id, *tokenizer.encode(config.metrics.sample_prompt).tolist()]
         # Token by token the length grows: compiling for that takes longer than it saves.
         with torch.compiler.set_stance("force_eager"):
-            tokens_BL = generate(
+            # No token ends it: then all ranks take the same number of steps, should one of them round otherwise.
+            (written,) = generate(
                 self.model,
-                torch.tensor([prompt], device=self.device),
+                [prompt],
                 config.metrics.sample_tokens,
-                temperature=config.metrics.sample_temperature,
-                generator=torch.Generator().manual_seed(config.training.seed),
+                sampling=Sampling(config.metrics.sample_temperature),
+                seed=config.training.seed,
                 max_context=config.training.seq_len,
             )
-        text = tokenizer.decode(tokens_BL[0].tolist())
-        # A model that has learned little may write what a terminal obeys.
-        return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+            captions = list(write_captions(self.model, self.data, self.device))
+        told = [f"a picture of {caption.true!r}: {caption.written!r}" for caption in captions]
+        return "\n".join([printable(tokenizer.decode(prompt + written)), *told])
 
 
-def share(tokens_BL: Tensor, labels_BL: Tensor, rank: int, size: int) -> tuple[Tensor, Tensor]:
+def share(batch: Batch, rank: int, size: int) -> Batch:
     """One of `size` equal parts of a batch; where it can't be cut evenly, sequences without labels fill up the last."""
-    B = tokens_BL.shape[0]
+    B = batch.tokens_BL.shape[0]
     per_rank = -(-B // size)
     rows = torch.arange(rank * per_rank, (rank + 1) * per_rank)
-    real = (rows < B).unsqueeze(1)
-    rows = rows.clamp(max=B - 1)
-    return tokens_BL[rows], torch.where(real, labels_BL[rows], IGNORE_INDEX)
+    part = batch.take(rows.clamp(max=B - 1).tolist())
+    return replace(part, labels_BL=torch.where((rows < B).unsqueeze(1), part.labels_BL, IGNORE_INDEX))
 
 
 def make_trainer(config: RunConfig[Any], world: World | None = None, data: DataSets | None = None) -> Trainer:

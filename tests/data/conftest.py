@@ -2,6 +2,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# How long an example takes says how busy the machine is.
+settings.register_profile("any_machine", deadline=None)
+settings.load_profile("any_machine")
 
 MakeFiles = Callable[[dict[str, str | bytes]], Path]
 

@@ -49,8 +49,8 @@ def test_ranks_and_micro_batches_together_are_the_global_batch(num_windows, step
         for micro in range(num_micro)
         for rank in range(num_ranks)
     ]
-    for side in (0, 1):
-        assert torch.equal(torch.cat([part[side] for part in parts]), expected[side])
+    assert torch.equal(torch.cat([part.tokens_BL for part in parts]), expected.tokens_BL)
+    assert torch.equal(torch.cat([part.labels_BL for part in parts]), expected.labels_BL)
 
 
 def test_seeds_and_epochs_differ():
@@ -62,7 +62,10 @@ def test_seeds_and_epochs_differ():
 
 def test_batch_is_tokens_and_the_tokens_that_follow():
     train = TrainBatches(windows_of(20), seed=0)
-    tokens_BL, labels_BL = train.batch(17, 6)
+    batch = train.batch(17, 6)
+    tokens_BL, labels_BL = batch.tokens_BL, batch.labels_BL
+    assert batch.images is None
+    assert batch.extras == {}
     assert tokens_BL.dtype == labels_BL.dtype == torch.int64
     assert tokens_BL.shape == labels_BL.shape == (6, SEQ_LEN)
     assert tokens_BL.is_contiguous()
@@ -73,7 +76,7 @@ def test_batch_is_tokens_and_the_tokens_that_follow():
 
 def test_epoch_gives_every_label_once():
     train = TrainBatches(windows_of(20), seed=0)
-    labels = torch.cat([train.batch(start, 5)[1] for start in range(20, 40, 5)])
+    labels = torch.cat([train.batch(start, 5).labels_BL for start in range(20, 40, 5)])
     assert sorted(labels.flatten().tolist()) == list(range(1, 20 * SEQ_LEN + 1))
 
 
@@ -83,18 +86,18 @@ def test_epoch_gives_every_label_once():
 )
 def test_validation_stops_when_the_windows_end(batch_size, num_batches, sizes):
     batches = list(ValidationBatches(windows_of(10)).batches(batch_size, num_batches))
-    assert [len(tokens_BL) for tokens_BL, _ in batches] == sizes
-    starts = [start for tokens_BL, _ in batches for start in tokens_BL[:, 0].tolist()]
+    assert [len(batch.tokens_BL) for batch in batches] == sizes
+    starts = [start for batch in batches for start in batch.tokens_BL[:, 0].tolist()]
     assert len(set(starts)) == sum(sizes)
-    for tokens_BL, labels_BL in batches:
-        assert torch.equal(labels_BL, tokens_BL + 1)
+    for batch in batches:
+        assert torch.equal(batch.labels_BL, batch.tokens_BL + 1)
 
 
 def test_validation_is_the_same_each_time_and_spread_over_the_stream():
     def starts(batch_size: int, num_batches: int) -> list[int]:
         validation = ValidationBatches(windows_of(1000))
         return [
-            start for tokens_BL, _ in validation.batches(batch_size, num_batches) for start in tokens_BL[:, 0].tolist()
+            start for batch in validation.batches(batch_size, num_batches) for start in batch.tokens_BL[:, 0].tolist()
         ]
 
     assert starts(8, 4) == starts(4, 8) == starts(8, 8)[:32]

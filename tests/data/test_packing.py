@@ -3,8 +3,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spurline.data.packing import Windows, choose_held_out, pack
-from spurline.data.sources import Document
+from spurline.data.formats import Document
+from spurline.data.packing import Windows, pack
+from spurline.data.stream import choose_documents, split_hash
 from spurline.data.tokenizer import ByteTokenizer
 
 tokenizer = ByteTokenizer()
@@ -86,6 +87,12 @@ def test_training_and_validation_share_no_label_and_lose_only_what_is_counted(so
     counts = np.bincount(stream, minlength=257)
     used = np.bincount([label for side in sides for label in labels_of(side)], minlength=257)
     assert (used <= counts).all()
+
+
+def choose_held_out(names: list[str], sizes: list[int], fraction: float) -> set[str]:
+    hash_D = np.array([split_hash(name) for name in names], np.uint64)
+    is_chosen_D = choose_documents(hash_D, np.array(sizes), fraction)
+    return {name for name, is_chosen in zip(names, is_chosen_D, strict=True) if is_chosen}
 
 
 names_and_sizes = st.dictionaries(st.text(min_size=1), st.integers(1, 1000), min_size=1)

@@ -15,7 +15,11 @@ def names(data: Data) -> list[str]:
 
 
 def texts(data: Data) -> dict[str, str]:
-    return {document.name: document.text for document in read_documents(data)}
+    """Name -> text of all documents, with the pieces of one joined."""
+    found: dict[str, str] = {}
+    for document in read_documents(data):
+        found[document.name] = found.get(document.name, "") + document.text
+    return found
 
 
 def test_order_is_that_of_the_hash_of_the_name_and_never_changes(make_files):

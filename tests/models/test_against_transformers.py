@@ -1,16 +1,17 @@
 """Our models against those of `transformers` with the same random weights: logits, loss and every gradient.
 
-Skipped where it isn't installed. B sequences of L tokens; E experts, F hidden width, D model width.
+B sequences of L tokens; E experts, F hidden width, D model width.
 """
 
-import re
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 
+from spurline.hf.families import architecture_for, read_model_config
 from spurline.models.agpt.configs import AGPTConfig
 from spurline.models.common.decoder_config import DecoderConfig, YarnConfig
 from spurline.models.deepseek_v3.configs import DeepSeekV3Config
@@ -18,54 +19,19 @@ from spurline.models.qwen3.configs import Qwen3Config, Qwen3MoEConfig
 from spurline.moe.config import MoEConfig
 from spurline.testing.equivalence import relative_error
 
-transformers = pytest.importorskip("transformers")
-
 VOCABULARY, LENGTH = 40, 48
-
-OUR_NAMES = {
-    "model.embed_tokens": "embedding",
-    "model.norm": "norm",
-    "lm_head": "output",
-    "model.layers": "layers",
-    "input_layernorm": "attention_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn": "attention",
-    "q_proj": "wq",
-    "k_proj": "wk",
-    "v_proj": "wv",
-    "o_proj": "wo",
-    "q_a_proj": "wq_a",
-    "q_a_layernorm": "q_norm",
-    "q_b_proj": "wq_b",
-    "kv_a_proj_with_mqa": "wkv_a",
-    "kv_a_layernorm": "kv_norm",
-    "kv_b_proj": "wkv_b",
-    "mlp.gate.weight": "moe.router.gate_ED",
-    "mlp.gate.e_score_correction_bias": "moe.router.expert_bias_E",
-    "mlp.shared_experts.gate_proj.weight": "moe.shared_experts.w1_FD",
-    "mlp.shared_experts.up_proj.weight": "moe.shared_experts.w3_FD",
-    "mlp.shared_experts.down_proj.weight": "moe.shared_experts.w2_DF",
-    "mlp.experts.gate_up_proj": "moe.experts.gate_up_proj",
-    "mlp.experts.down_proj": "moe.experts.w2_EDF",
-    "mlp.gate_proj": "feed_forward.w1",
-    "mlp.up_proj": "feed_forward.w3",
-    "mlp.down_proj": "feed_forward.w2",
-}
-# The longer name first, and only whole parts between dots.
-_PATTERN = re.compile("|".join(rf"(?<![^.]){re.escape(n)}(?![^.])" for n in sorted(OUR_NAMES, key=len, reverse=True)))
+FAMILIES = {AGPTConfig: "agpt", Qwen3Config: "qwen3", Qwen3MoEConfig: "qwen3", DeepSeekV3Config: "deepseek_v3"}
 
 
-def by_our_names(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Their weights, or gradients, as ours."""
-    ours = {}
-    for name, tensor in theirs.items():
-        our_name = _PATTERN.sub(lambda match: OUR_NAMES[match[0]], name)
-        if our_name.endswith("gate_up_proj"):
-            prefix = our_name.removesuffix("gate_up_proj")
-            ours[f"{prefix}w1_EFD"], ours[f"{prefix}w3_EFD"] = tensor.chunk(2, dim=1)
-        else:
-            ours[our_name] = tensor
-    return ours
+def by_our_names(theirs: dict[str, Tensor], ours: nn.Module, config: DecoderConfig) -> dict[str, Tensor]:
+    """Their weights, or gradients, as ours; what they have none of is left out."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in ours.state_dict().items()}
+    found = {}
+    for slot in architecture_for(FAMILIES[type(config)], config).slots(shapes, theirs):
+        pieces = [theirs[piece.name].flatten()[piece.start :][: slot.piece_size] for piece in slot.pieces]
+        if pieces:
+            found[slot.name] = torch.cat(pieces).view(slot.shape)
+    return found
 
 
 def randomize(model: nn.Module) -> None:
@@ -178,12 +144,9 @@ def deepseek_v3(q_lora_rank: int, yarn: YarnConfig | None, num_groups: int) -> t
 def compare(theirs: nn.Module, config: DecoderConfig) -> tuple[float, float, dict[str, float]]:
     """Largest absolute difference of the logits, difference of the loss, relative difference of each gradient."""
     randomize(theirs)
-    weights = by_our_names(theirs.state_dict())
-    if config.tied_embeddings:
-        assert torch.equal(weights.pop("output.weight"), weights["embedding.weight"])
     ours = config.build()
     no_bias = {name: bias for name, bias in ours.named_buffers() if name.endswith("expert_bias_E")}
-    ours.load_state_dict(no_bias | weights)
+    ours.load_state_dict(no_bias | by_our_names(theirs.state_dict(), ours, config))
 
     tokens_BL, labels_BL = torch.randint(VOCABULARY, (2, 3, LENGTH), generator=torch.Generator().manual_seed(1))
     expected_BLV, logits_BLV = theirs(tokens_BL).logits, ours(tokens_BL)
@@ -193,13 +156,15 @@ def compare(theirs: nn.Module, config: DecoderConfig) -> tuple[float, float, dic
     )
     expected_loss.backward()
     loss.backward()
-    expected = by_our_names({name: parameter.grad for name, parameter in theirs.named_parameters()})
+    their_gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    their_buffers = {name: buffer for name, buffer in theirs.named_buffers() if name not in their_gradients}
+    expected = by_our_names(their_buffers | their_gradients, ours, config)
     gradients = {name: parameter.grad for name, parameter in ours.named_parameters()}
-    assert gradients.keys() == expected.keys()
+    assert gradients.keys() <= expected.keys()
     return (
         (logits_BLV - expected_BLV).abs().max().item(),
         abs(loss.item() - expected_loss.item()),
-        {name: relative_error(gradients[name], gradient) for name, gradient in expected.items()},
+        {name: relative_error(gradient, expected[name]) for name, gradient in gradients.items()},
     )
 
 
@@ -224,3 +189,10 @@ def test_logits_loss_and_gradients_are_those_of_transformers(make, arguments):
     assert logits < 1e-4
     assert loss < 1e-5
     assert max(gradients.values()) < 1e-4, max(gradients, key=gradients.__getitem__)
+
+
+@pytest.mark.parametrize(("make", "arguments"), CASES)
+def test_their_config_is_read_as_the_same_model(make, arguments):
+    theirs, ours = make(*arguments)
+    architecture = architecture_for(FAMILIES[type(ours)], ours)
+    assert read_model_config(architecture, theirs.config.to_dict(), "config.json") == ours

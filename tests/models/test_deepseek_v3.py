@@ -61,11 +61,12 @@ def test_first_blocks_are_dense_and_the_others_have_experts(small_config):
 
 @pytest.mark.parametrize("layer", ["0", "2"], ids=["dense", "moe"])
 def test_block_adds_each_branch_to_the_residual_stream(small_config, layer):
-    block = built(small_config(), scale=5).layers[layer]
+    model = built(small_config(), scale=5)
+    block, rope = model.layers[layer], model.rope(torch.arange(5))
     x_BLD = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0))
-    middle_BLD = x_BLD + block.attention(block.attention_norm(x_BLD))
+    middle_BLD = x_BLD + block.attention(block.attention_norm(x_BLD), rope)
     expected_BLD = middle_BLD + (block.feed_forward or block.moe)(block.ffn_norm(middle_BLD))
-    torch.testing.assert_close(block(x_BLD), expected_BLD)
+    torch.testing.assert_close(block(x_BLD, rope), expected_BLD)
 
 
 def test_state_dict_has_readable_names_and_no_tables(small_config):
@@ -147,12 +148,14 @@ def test_every_parameter_learns(small_config):
 @pytest.mark.parametrize("layer", ["0", "2"], ids=["dense", "moe"])
 def test_block_compiles_in_one_graph_and_equals_eager(small_config, layer):
     torch.compiler.reset()
-    block = built(small_config()).layers[layer]
+    model = built(small_config())
+    block = model.layers[layer]
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
     for length in (8, 11, 5):
         x_BLD = torch.randn(2, length, 32, generator=torch.Generator().manual_seed(length), requires_grad=True)
         inputs = [x_BLD, *block.parameters()]
-        expected_BLD, out_BLD = block(x_BLD), compiled(x_BLD)
+        rope = model.rope(torch.arange(length))
+        expected_BLD, out_BLD = block(x_BLD, rope), compiled(x_BLD, rope)
         torch.testing.assert_close(out_BLD, expected_BLD)
         expected = torch.autograd.grad(expected_BLD.square().sum(), inputs)
         for one, other in zip(torch.autograd.grad(out_BLD.square().sum(), inputs), expected, strict=True):

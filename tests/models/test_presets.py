@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from spurline.config import Data
 from spurline.config_io import load, save
 from spurline.models import family_configs, family_names
 from spurline.moe.config import MoEConfig
@@ -29,6 +30,12 @@ PUBLISHED = {
     "qwen3_32b": (32_762_123_264, 32.8e9),
     "qwen3_30b_a3b": (30_532_122_624, 3.35e9),
     "qwen3_235b_a22b": (235_093_634_560, 22.2e9),
+    "qwen3_vl_2b": (2_127_532_032, 2.13e9),
+    "qwen3_vl_4b": (4_437_815_808, 4.44e9),
+    "qwen3_vl_8b": (8_767_123_696, 8.77e9),
+    "qwen3_vl_32b": (33_357_390_064, 33.4e9),
+    "qwen3_vl_30b_a3b": (31_070_754_032, 3.89e9),
+    "qwen3_vl_235b_a22b": (235_670_022_896, 22.8e9),
 }
 # To three digits: those of our own choice are in their class, and the 10B-A2B with a vocabulary of 102,400 is as given.
 ROUNDED = {
@@ -104,12 +111,14 @@ def test_debug_preset_learns_from_the_byte_tokenizer(name, tmp_path):
     text.write_text("a spur line is a side track that carries some of the traffic\n" * 60)
     config = PRESETS[name][1]()
     small = replace(config.training, steps=12, seq_len=32, local_batch_size=4, threads=1)
-    trainer = make_trainer(replace(config, training=small, data=replace(config.data, path=str(text))))
+    trainer = make_trainer(replace(config, training=small, data=Data(path=str(text))))
     losses = [trainer.step(step)["loss"] for step in range(1, 13)]
     assert losses[-1] < losses[0] - 1
 
 
-@pytest.mark.parametrize("name", ["agpt_2b", "deepseek_v3_671b", "moe_10b_2b", "qwen3_0_6b", "qwen3_30b_a3b"])
+@pytest.mark.parametrize(
+    "name", ["agpt_2b", "deepseek_v3_671b", "moe_10b_2b", "qwen3_0_6b", "qwen3_30b_a3b", "qwen3_vl_8b"]
+)
 def test_config_file_holds_all_of_a_preset(name, tmp_path):
     family, preset = PRESETS[name]
     save(tmp_path / "config.json", family, name, preset())

@@ -89,12 +89,14 @@ def test_every_parameter_learns(config):
 
 def test_block_compiles_in_one_graph_and_equals_eager():
     torch.compiler.reset()
-    block = built(DENSE).layers["0"]
+    model = built(DENSE)
+    block = model.layers["0"]
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
     for length in (8, 11):
         x_BLD = torch.randn(2, length, 32, generator=torch.Generator().manual_seed(length), requires_grad=True)
         inputs = [x_BLD, *block.parameters()]
-        expected_BLD, out_BLD = block(x_BLD), compiled(x_BLD)
+        rope = model.rope(torch.arange(length))
+        expected_BLD, out_BLD = block(x_BLD, rope), compiled(x_BLD, rope)
         torch.testing.assert_close(out_BLD, expected_BLD)
         expected = torch.autograd.grad(expected_BLD.square().sum(), inputs)
         for one, other in zip(torch.autograd.grad(out_BLD.square().sum(), inputs), expected, strict=True):

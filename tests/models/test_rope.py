@@ -61,6 +61,16 @@ def test_bfloat16_is_rotated_in_float32_and_rounded_once(apply):
     assert torch.equal(out, apply(x_BLHR.float(), *tables).bfloat16())
 
 
+@pytest.mark.parametrize("apply", [apply_rope, apply_rope_halves])
+def test_rows_of_a_batch_may_have_positions_of_their_own(apply):
+    x_BLHR = torch.randn(2, 3, 4, 8, generator=torch.Generator().manual_seed(0))
+    positions_BL = torch.tensor([[0, 1, 2], [5, 9, 7]])
+    out_BLHR = apply(x_BLHR, *rope_tables(positions_BL, 8, 100.0))
+    for row in (0, 1):
+        expected_1LHR = apply(x_BLHR[row : row + 1], *rope_tables(positions_BL[row], 8, 100.0))
+        assert torch.equal(out_BLHR[row], expected_1LHR[0])
+
+
 def test_yarn_of_factor_one_changes_nothing():
     positions_L = torch.arange(9)
     for with_yarn, without in zip(

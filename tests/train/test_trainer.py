@@ -105,8 +105,8 @@ def test_first_steps_equal_steps_written_by_hand(tiny):
     trainer = make_trainer(tiny(training={"max_grad_norm": 0.5}))
     plain = PlainTraining(trainer, max_grad_norm=0.5)
     for step in (1, 2, 3):
-        tokens_BL, labels_BL = trainer.data.train.batch((step - 1) * 4, 4)
-        loss, norm = plain.step(tokens_BL, labels_BL)
+        batch = trainer.data.train.batch((step - 1) * 4, 4)
+        loss, norm = plain.step(batch.tokens_BL, batch.labels_BL)
         record = trainer.step(step)
         assert record["step"] == step
         assert record["loss"] == pytest.approx(loss, abs=1e-6)
@@ -133,8 +133,9 @@ def test_accumulation_changes_neither_the_data_nor_the_step(tiny, moe):
     for size in (8, 4, 1):
         sizes = {"local_batch_size": size, "global_batch_size": 8}
         trainer = make_trainer(tiny(moe={**moe, "bias_update_rate": 1e-3}, training=sizes))
-        orders.append([torch.cat([tokens_BL for tokens_BL, _ in trainer.micro_batches(step)]) for step in (1, 2, 3)])
-        assert [tuple(tokens_BL.shape) for tokens_BL, _ in trainer.micro_batches(1)] == [(size, SEQ_LEN)] * (8 // size)
+        orders.append([torch.cat([batch.tokens_BL for batch in trainer.micro_batches(step)]) for step in (1, 2, 3)])
+        shapes = [tuple(batch.tokens_BL.shape) for batch in trainer.micro_batches(1)]
+        assert shapes == [(size, SEQ_LEN)] * (8 // size)
         records.append([trainer.step(step) for step in (1, 2, 3)])
         states.append(state_of(trainer))
     for order, steps, state in zip(orders[1:], records[1:], states[1:], strict=True):
@@ -167,11 +168,11 @@ def with_ignored_labels(batch, num_real):
     """`batch` of a data set, with only the first num_real[g] labels of sequence g of a step left."""
 
     def masked(start, count):
-        tokens_BL, labels_BL = batch(start, count)
-        labels_BL = labels_BL.clone()
+        whole = batch(start, count)
+        labels_BL = whole.labels_BL.clone()
         for row in range(count):
             labels_BL[row, num_real[(start + row) % len(num_real)] :] = IGNORE_INDEX
-        return tokens_BL, labels_BL
+        return replace(whole, labels_BL=labels_BL)
 
     return masked
 
@@ -201,8 +202,9 @@ def test_losses_are_normalised_by_the_real_tokens_of_the_whole_step(tiny, monkey
     router_inputs = {}
     for name, router in routers(model).items():
         router.register_forward_pre_hook(lambda _, args, name=name: router_inputs.update({name: args[0]}))
-    tokens_GL, labels_GL = masked(0, 8)
-    loss = F.cross_entropy(model(tokens_GL).flatten(0, 1), labels_GL.flatten(), ignore_index=IGNORE_INDEX)
+    batch = masked(0, 8)
+    logits_GLV = model(batch.tokens_BL)
+    loss = F.cross_entropy(logits_GLV.flatten(0, 1), batch.labels_BL.flatten(), ignore_index=IGNORE_INDEX)
     balance_loss = torch.zeros(())
     if with_balance_loss:
         for name, router in routers(model).items():
@@ -262,13 +264,13 @@ def test_seed_decides_weights_and_data_and_nothing_else_does(tiny):
     assert again[1] == records
     assert_same_bits(again[2], end)
     assert not torch.equal(other[0]["output.weight"], start["output.weight"])
-    assert not torch.equal(other[3][0][0], batches[0][0])
+    assert not torch.equal(other[3][0].tokens_BL, batches[0].tokens_BL)
     assert other[1][0]["loss"] != records[0]["loss"]
 
 
 def test_bfloat16_computes_in_bfloat16_and_keeps_parameters_in_float32(tiny):
     trainer = make_trainer(tiny(training={"dtype": "bfloat16"}))
-    assert trainer.model(trainer.micro_batches(1)[0][0]).dtype == torch.bfloat16
+    assert trainer.model(trainer.micro_batches(1)[0].tokens_BL).dtype == torch.bfloat16
     first = trainer.step(1)["loss"]
     in_float32 = make_trainer(tiny()).step(1)["loss"]
     assert first == pytest.approx(in_float32, rel=2e-3)
@@ -284,7 +286,8 @@ def test_validation_loss_is_the_mean_over_held_out_tokens_whatever_the_batches(t
     for size, num_batches in ((4, 100), (3, 2)):
         trainer = make_trainer(tiny(training={"local_batch_size": size}, metrics={"validation_batches": num_batches}))
         batches = list(trainer.data.validation.batches(size, num_batches))
-        tokens_NL, labels_NL = (torch.cat(parts) for parts in zip(*batches, strict=True))
+        tokens_NL = torch.cat([batch.tokens_BL for batch in batches])
+        labels_NL = torch.cat([batch.labels_BL for batch in batches])
         expected = F.cross_entropy(trainer.model(tokens_NL).flatten(0, 1), labels_NL.flatten()).item()
         assert trainer.validation_loss() == pytest.approx(expected, rel=1e-6)
     # The first of the two has a last batch that is smaller, so that a mean of means would differ.

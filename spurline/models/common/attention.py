@@ -1,25 +1,27 @@
 """Multi-head latent attention (MLA): keys and values of all heads come from one narrow latent per token.
 
 Shapes: B batch rows, L positions, D model width, H heads, C latent rank, N head width without position,
-R head width with rotary position, V head width of the value.
+R head width with rotary position, Q = N + R, V head width of the value; S positions of past and present, X = C + R.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spurline.models.common.cache import LayerCache, attend_to_past
 from spurline.models.common.decoder_config import YarnConfig
 from spurline.models.common.init import INIT_STD
 from spurline.models.common.linear import Linear
 from spurline.models.common.norm import RMSNorm
-from spurline.models.common.rope import apply_rope, rope_tables
+from spurline.models.common.rope import Rope, apply_rope
+from spurline.parallel.local import local
 
 
 class LatentAttention(nn.Module):
     """Causal multi-head latent attention: (B, L, D) -> (B, L, D).
 
     A head's query and key have two parts: one from the latents, without position, and one that is rotated by position.
-    The rotated key is computed once and shared by all heads.
+    The rotated key is computed once and shared by all heads. That key and the latent are all that a cache keeps.
     """
 
     def __init__(
@@ -32,7 +34,6 @@ class LatentAttention(nn.Module):
         qk_nope_head_dim: int,
         qk_rope_head_dim: int,
         v_head_dim: int,
-        rope_theta: float,
         norm_eps: float,
         yarn: YarnConfig | None = None,
         output_std: float = INIT_STD,
@@ -41,12 +42,10 @@ class LatentAttention(nn.Module):
         self.q_lora_rank = q_lora_rank
         self.kv_lora_rank = kv_lora_rank
         self.qk_nope_head_dim = qk_nope_head_dim
-        self.qk_rope_head_dim = qk_rope_head_dim
+        self.qk_rope_head_dim = self.rope_dim = qk_rope_head_dim
         self.qk_head_dim = qk_nope_head_dim + qk_rope_head_dim
         self.v_head_dim = v_head_dim
-        self.rope_theta = rope_theta
-        self.yarn = yarn or YarnConfig()
-        self.softmax_scale = self.qk_head_dim**-0.5 * self.yarn.softmax_scale
+        self.softmax_scale = self.qk_head_dim**-0.5 * (yarn or YarnConfig()).softmax_scale
 
         if q_lora_rank:
             self.wq_a = Linear(dim, q_lora_rank)
@@ -62,32 +61,59 @@ class LatentAttention(nn.Module):
         per_head_query = "wq_b.weight" if q_lora_rank else "wq.weight"
         self.tensor_parallel_dims = {per_head_query: 0, "wkv_b.weight": 0, "wo.weight": 1}
 
-    def forward(self, x_BLD: Tensor, positions_L: Tensor | None = None) -> Tensor:
-        if positions_L is None:
-            positions_L = torch.arange(x_BLD.shape[1], device=x_BLD.device)
-        tables = rope_tables(positions_L, self.qk_rope_head_dim, self.rope_theta, self.yarn)
-        q_BLHQ = self._queries(x_BLD, tables)
-        k_BLHQ, v_BLHV = self._keys_and_values(x_BLD, tables)
-        out_BHLV = F.scaled_dot_product_attention(
-            q_BLHQ.transpose(1, 2),
-            k_BLHQ.transpose(1, 2),
-            v_BLHV.transpose(1, 2),
-            is_causal=True,
-            scale=self.softmax_scale,
-        )
+    def forward(self, x_BLD: Tensor, rope: Rope, cache: LayerCache | None = None) -> Tensor:
+        q_BLHN, q_BLHR = self._queries(x_BLD, rope)
+        latent_BLC, k_BLR = self._latents(x_BLD, rope)
+        out_BHLV = self._attend(q_BLHN.transpose(1, 2), q_BLHR.transpose(1, 2), latent_BLC, k_BLR, cache)
         return self.wo(out_BHLV.transpose(1, 2).flatten(2))
 
-    def _queries(self, x_BLD: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-        """Each head's query, [without position | rotated]: (B, L, D) -> (B, L, H, N + R)."""
+    def _attend(
+        self, q_BHLN: Tensor, q_BHLR: Tensor, latent_BLC: Tensor, k_BLR: Tensor, cache: LayerCache | None
+    ) -> Tensor:
+        mask_B1LS = None
+        if cache is not None:
+            (past_BSX,) = cache.extend(torch.cat([latent_BLC, k_BLR], dim=-1))
+            mask_B1LS = cache.mask
+            if cache.has_past:
+                return self._attend_to_latents(q_BHLN, q_BHLR, past_BSX, mask_B1LS)
+        k_BLHQ, v_BLHV = self._keys_and_values(latent_BLC, k_BLR)
+        return F.scaled_dot_product_attention(
+            torch.cat([q_BHLN, q_BHLR], dim=-1),
+            k_BLHQ.transpose(1, 2),
+            v_BLHV.transpose(1, 2),
+            attn_mask=mask_B1LS,
+            is_causal=mask_B1LS is None,
+            scale=self.softmax_scale,
+        )
+
+    def _queries(self, x_BLD: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+        """Each head's query, without position and rotated: (B, L, D) -> (B, L, H, N), (B, L, H, R)."""
         q = self.wq_b(self.q_norm(self.wq_a(x_BLD))) if self.q_lora_rank else self.wq(x_BLD)
         q_BLHQ = q.unflatten(-1, (-1, self.qk_head_dim))
         q_BLHN, q_BLHR = q_BLHQ.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
-        return torch.cat([q_BLHN, apply_rope(q_BLHR, *tables)], dim=-1)
+        return q_BLHN, apply_rope(q_BLHR, *rope)
 
-    def _keys_and_values(self, x_BLD: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Each head's key, [without position | rotated], and value: (B, L, D) -> (B, L, H, N + R), (B, L, H, V)."""
+    def _latents(self, x_BLD: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+        """What keys and values are made of, and the rotated key of all heads: (B, L, D) -> (B, L, C), (B, L, R)."""
         latent_BLC, k_BLR = self.wkv_a(x_BLD).split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
-        kv_BLH = self.wkv_b(self.kv_norm(latent_BLC)).unflatten(-1, (-1, self.qk_nope_head_dim + self.v_head_dim))
+        return self.kv_norm(latent_BLC), apply_rope(k_BLR.unsqueeze(2), *rope).squeeze(2)
+
+    def _keys_and_values(self, latent_BLC: Tensor, k_BLR: Tensor) -> tuple[Tensor, Tensor]:
+        """Each head's key, [without position | rotated], and value: -> (B, L, H, Q), (B, L, H, V)."""
+        kv_BLH = self.wkv_b(latent_BLC).unflatten(-1, (-1, self.qk_nope_head_dim + self.v_head_dim))
         k_BLHN, v_BLHV = kv_BLH.split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)
-        k_BLHR = apply_rope(k_BLR.unsqueeze(2), *tables).expand(-1, -1, k_BLHN.shape[2], -1)
+        k_BLHR = k_BLR.unsqueeze(2).expand(-1, -1, k_BLHN.shape[2], -1)
         return torch.cat([k_BLHN, k_BLHR], dim=-1), v_BLHV
+
+    def _attend_to_latents(self, q_BHLN: Tensor, q_BHLR: Tensor, past_BSX: Tensor, mask_B1LS: Tensor | None) -> Tensor:
+        """The same attention without keys and values of the past: each head's matrices go to its query and its output.
+
+        q . (W_k c) is (W_k^T q) . c, and a weighted sum of W_v c is W_v times the sum of c: -> (B, H, L, V).
+        """
+        weight_HFC = local(self.wkv_b.weight).to(q_BHLN.dtype).unflatten(0, (q_BHLN.shape[1], -1))
+        key_HNC, value_HVC = weight_HFC.split([self.qk_nope_head_dim, self.v_head_dim], dim=1)
+        q_BHLX = torch.cat([torch.einsum("bhln,hnc->bhlc", q_BHLN, key_HNC), q_BHLR], dim=-1)
+        past_B1SX = past_BSX.unsqueeze(1)  # to all query heads it is one head of keys
+        latent_B1SC = past_B1SX[..., : self.kv_lora_rank]
+        sum_BHLC = attend_to_past(q_BHLX, past_B1SX, latent_B1SC, mask_B1LS, self.softmax_scale)
+        return torch.einsum("bhlc,hvc->bhlv", sum_BHLC, value_HVC)

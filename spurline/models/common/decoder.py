@@ -5,11 +5,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from spurline.models.common.cache import Cache, LayerCache
 from spurline.models.common.decoder_config import DecoderConfig
 from spurline.models.common.feed_forward import FeedForward
 from spurline.models.common.init import INIT_STD, residual_std
 from spurline.models.common.linear import Embedding, Linear
 from spurline.models.common.norm import RMSNorm
+from spurline.models.common.rope import Rope, rope_tables
 from spurline.moe import MoE
 from spurline.parallel.tensor import TensorParallel
 
@@ -27,24 +29,23 @@ class DecoderBlock(nn.Module):
         self.moe = MoE(moe, INIT_STD, output_std) if moe else None
         self.tp = TensorParallel()
 
-    def forward(self, x_BlD: Tensor, length: int | None = None) -> Tensor:
-        """`length` is that of the whole sequences, where x is this rank's share of them."""
-        x_BlD = x_BlD + self._on_whole_sequences(self.attention, self.attention_norm(x_BlD), length)
+    def forward(self, x_BlD: Tensor, rope: Rope, length: int | None = None, cache: LayerCache | None = None) -> Tensor:
+        """`length` is that of the whole sequences, where x is this rank's share of them; `rope` is for all of it."""
+        attended_BLD = self.attention(self.tp.gather(self.attention_norm(x_BlD), length), rope, cache)
+        x_BlD = x_BlD + self.tp.scatter(attended_BLD)
         if self.moe is not None:
             return x_BlD + self.moe(self.ffn_norm(x_BlD))
         assert self.feed_forward is not None
-        return x_BlD + self._on_whole_sequences(self.feed_forward, self.ffn_norm(x_BlD), length)
-
-    def _on_whole_sequences(self, module: nn.Module, x_BlD: Tensor, length: int | None) -> Tensor:
-        return self.tp.scatter(module(self.tp.gather(x_BlD, length)))
+        return x_BlD + self.tp.scatter(self.feed_forward(self.tp.gather(self.ffn_norm(x_BlD), length)))
 
 
 class Decoder(nn.Module):
     """Language model: tokens (B, L) -> logits (B, L, vocab_size) in `compute_dtype`.
 
     A family gives its attention: make_attention(output_std), called for each block, with the standard deviation of the
-    initial weights that write into the residual stream. Under tensor parallelism, a rank has its share of the positions
-    between blocks, and its share of the vocabulary at the end.
+    initial weights that write into the residual stream. It is called as attention(x_BLD, rope, cache) and says by
+    `rope_dim` how many channels rotate. Under tensor parallelism, a rank has its share of the positions between blocks,
+    and its share of the vocabulary at the end.
     """
 
     def __init__(self, config: DecoderConfig, make_attention: Callable[[float], nn.Module]) -> None:
@@ -56,16 +57,39 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict(
             {str(layer): DecoderBlock(config, layer, make_attention(output_std)) for layer in range(config.num_layers)}
         )
+        self.rope_dim: int = self.layers["0"].attention.rope_dim  # type: ignore[union-attr, assignment]
         self.norm = RMSNorm(config.dim, config.norm_eps)
         # Tied, the embedding is the output head: one parameter in one place, also where it is split or sharded.
         self.output = None if config.tied_embeddings else Linear(config.dim, config.vocab_size)
         self.tensor_parallel_dims = {} if config.tied_embeddings else {"output.weight": 0}
         self.tp = TensorParallel()
 
-    def forward(self, tokens_BL: Tensor) -> Tensor:
-        # Every module follows the dtype of its input, so this cast decides for the whole model.
-        x_BlD = self.embedding(tokens_BL).to(self.compute_dtype)
-        for block in self.layers.values():
-            x_BlD = block(x_BlD, tokens_BL.shape[1])
-        x_BLD = self.tp.gather(self.norm(x_BlD), tokens_BL.shape[1])
+    def forward(self, tokens_BL: Tensor, cache: Cache | None = None) -> Tensor:
+        """With a cache, tokens go on where those of the last call ended, and only the last one is scored: (B, 1, V)."""
+        x_BLD = self.hidden(tokens_BL, cache)
+        return self.score(x_BLD if cache is None else x_BLD[:, -1:])
+
+    def hidden(self, tokens_BL: Tensor, cache: Cache | None = None) -> Tensor:
+        """What the output head sees: (B, L) -> (B, L, D)."""
+        length, device = tokens_BL.shape[1], tokens_BL.device
+        positions_L = torch.arange(length, device=device) if cache is None else cache.advance(length, device)
+        x_BlD = self.run_blocks(self.embed(tokens_BL), self.rope(positions_L), length, cache)
+        return self.tp.gather(self.norm(x_BlD), length)
+
+    def embed(self, tokens_BL: Tensor) -> Tensor:
+        """(B, L) -> (B, l, D), in the dtype of the whole model: every module follows that of its input."""
+        return self.embedding(tokens_BL).to(self.compute_dtype)
+
+    def rope(self, positions_L: Tensor) -> Rope:
+        """What turns queries and keys by their positions, in all blocks: (L,) or (B, L) -> two of (.., L, P)."""
+        return rope_tables(positions_L, self.rope_dim, self.config.rope_theta, self.config.yarn)
+
+    def run_blocks(self, x_BlD: Tensor, rope: Rope, length: int, cache: Cache | None = None) -> Tensor:
+        """All blocks, one after another: (B, l, D) -> (B, l, D)."""
+        for layer, block in enumerate(self.layers.values()):
+            x_BlD = block(x_BlD, rope, length, None if cache is None else cache.layers[layer])
+        return x_BlD
+
+    def score(self, x_BLD: Tensor) -> Tensor:
+        """The output head: (B, L, D) -> logits (B, L, V)."""
         return self.embedding.score(x_BLD) if self.output is None else self.output(x_BLD)

@@ -1,54 +1,152 @@
-"""Sample text from a language model."""
+"""Sample text from a language model, with what attention keeps of the past or without.
+
+B texts, L positions that the model reads in one call, V vocabulary, K likeliest tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from spurline.models.common.cache import Cache
+from spurline.models.common.decoder import Decoder
+from spurline.models.common.sampling import Sampling
 from spurline.parallel.tensor import TensorParallel
 
 
+def generate(model: nn.Module, prompts: Sequence[Sequence[int]], num_tokens: int, **options: Any) -> list[list[int]]:
+    """What the model writes after each prompt, up to `num_tokens` tokens; the options are those of `stream`."""
+    written: list[list[int]] = [[] for _ in prompts]
+    for tokens in stream(model, prompts, num_tokens, **options):
+        for text, token in zip(written, tokens, strict=True):
+            if token is not None:
+                text.append(token)
+    return written
+
+
 @torch.no_grad()
-def generate(
+def stream(
     model: nn.Module,
-    tokens_BL: Tensor,
+    prompts: Sequence[Sequence[int]],
     num_tokens: int,
     *,
-    temperature: float = 0.8,
-    top_k: int = 40,
-    generator: torch.Generator | None = None,
+    sampling: Sampling,
+    seed: int = 0,
     max_context: int,
-) -> Tensor:
-    """Append `num_tokens` sampled tokens to each row: (B, L) -> (B, L + num_tokens).
+    stop_id: int | None = None,
+    cached: bool = True,
+) -> Iterator[list[int | None]]:
+    """Yield one more token of every text, `num_tokens` times; None for a text that has come to `stop_id` before.
 
-    The model sees the last `max_context` tokens. Temperature 0 takes the likeliest token; top_k 0 keeps all tokens.
+    A text depends on its prompt and on `seed` plus its number, never on the other texts. The model sees at most the
+    last `max_context` tokens: a text that is longer loses half of that at once (see `window_start`).
     """
-    if tokens_BL.shape[1] == 0:
-        raise ValueError("generate needs a prompt of at least one token, got none")
-    if temperature < 0 or top_k < 0 or max_context < 1:
-        raise ValueError(
-            "generate needs temperature >= 0, top_k >= 0 and max_context >= 1,"
-            f" got temperature {temperature}, top_k {top_k}, max_context {max_context}"
-        )
-    whole = getattr(model, "tp", TensorParallel()).join_vocabulary
+    if not prompts or not all(prompts):
+        raise ValueError("generate needs prompts of at least one token each")
+    if problems := sampling.problems():
+        raise ValueError(f"generate: {'; '.join(problems)}")
+    if max_context < 1:
+        raise ValueError(f"generate needs max_context >= 1, got {max_context}")
+    texts = [list(prompt) for prompt in prompts]
+    has_ended = [False] * len(texts)
+    generators = [torch.Generator().manual_seed(seed + number) for number in range(len(texts))]
+    reader = _Reader(model, num_tokens, max_context, cached)
     was_training = model.training
     model.eval()
     try:
         for _ in range(num_tokens):
-            logits_BV = whole(model(tokens_BL[:, -max_context:])[:, -1])
-            next_B1 = _choose(logits_BV, temperature, top_k, generator)
-            tokens_BL = torch.cat([tokens_BL, next_B1.to(tokens_BL.device)], dim=1)
+            logits_BV = reader.logits(texts)
+            tokens: list[int | None] = [None] * len(texts)
+            for number, text in enumerate(texts):
+                if not has_ended[number]:
+                    token = choose(logits_BV[number], sampling, generators[number])
+                    if token == stop_id:
+                        has_ended[number] = True
+                        del text[:-1]  # nobody asks for more of it, so it must not take up the context of others
+                    else:
+                        tokens[number] = token
+                        text.append(token)
+            if all(has_ended):
+                return
+            yield tokens
     finally:
         model.train(was_training)
-    return tokens_BL
 
 
-def _choose(logits_BV: Tensor, temperature: float, top_k: int, generator: torch.Generator | None) -> Tensor:
-    """Pick one token a row: (B, V) -> (B, 1) on the CPU, where a seed means the same whatever the model's device."""
-    logits_BV = logits_BV.float().cpu()
-    if not torch.isfinite(logits_BV).all():
-        raise ValueError("the model's logits are not finite numbers: it has diverged, and has nothing to sample from")
-    if temperature == 0:
-        return logits_BV.argmax(dim=-1, keepdim=True)
-    vocab_size = logits_BV.shape[1]
-    best_BK, token_BK = logits_BV.topk(min(top_k or vocab_size, vocab_size), dim=-1)
-    choice_B1 = torch.multinomial((best_BK / temperature).softmax(dim=-1), 1, generator=generator)
-    return token_BK.gather(1, choice_B1)
+def printable(text: str) -> str:
+    """The text without what a terminal would obey, which a model that has learned little may well write."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    """Draw one token: (V,), on the CPU, where a seed means the same whatever the model's device."""
+    if sampling.temperature == 0:
+        return int(logits_V.argmax())
+    vocab_size = len(logits_V)
+    best_K, token_K = logits_V.topk(min(sampling.top_k or vocab_size, vocab_size))
+    share_K = (best_K / sampling.temperature).softmax(dim=-1)
+    if sampling.top_p < 1:
+        # A token stays if those before it do not reach top_p; so the first always does.
+        share_K = share_K * (share_K.cumsum(dim=-1) - share_K < sampling.top_p)
+    return int(token_K[torch.multinomial(share_K, 1, generator=generator)])
+
+
+def window_start(num_tokens: int, max_context: int) -> int:
+    """Where that part of a text begins that the model sees.
+
+    It stays where it is until the context is full, then half of that is forgotten. So a cache is made anew only now and
+    then; and since only the text's own length decides, neither the cache nor other texts change what a model sees.
+    """
+    half = (max_context + 1) // 2
+    return -(-max(num_tokens - max_context, 0) // half) * half
+
+
+class _Reader:
+    """Has the model read texts that grow by at most one token from call to call."""
+
+    def __init__(self, model: nn.Module, num_tokens: int, max_context: int, cached: bool) -> None:
+        self.model = model
+        self.num_tokens = num_tokens
+        self.max_context = max_context
+        self.device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        self.join_vocabulary = getattr(model, "tp", TensorParallel()).join_vocabulary
+        self.cached = cached and isinstance(model, Decoder)  # a model of another kind may know nothing of a cache
+        self.cache: Cache | None = None
+
+    def logits(self, texts: list[list[int]]) -> Tensor:
+        """What comes after each text: (B, V), float32 on the CPU."""
+        read = self._with_cache if self.cached else self._without_cache
+        logits_BV = self.join_vocabulary(read(texts)).float().cpu()
+        if not torch.isfinite(logits_BV).all():
+            raise ValueError("the model's logits are not finite numbers: it has diverged, and has nothing to say")
+        return logits_BV
+
+    def _without_cache(self, texts: list[list[int]]) -> Tensor:
+        windows = self._windows(texts)
+        longest = max(map(len, windows))
+        # On the right, where no token of a text sees it, padding needs no mask.
+        tokens_BL = self._tensor([window + [0] * (longest - len(window)) for window in windows])
+        last_B = self._tensor([len(window) - 1 for window in windows])
+        return self.model(tokens_BL)[torch.arange(len(texts), device=self.device), last_B]
+
+    def _with_cache(self, texts: list[list[int]]) -> Tensor:
+        # While there are free slots, no text is longer than the context, so that all windows begin where they did.
+        if self.cache is not None and self.cache.stop < self.cache.num_slots:
+            return self.model(self._tensor([text[-1:] for text in texts]), self.cache)[:, -1]
+        windows = self._windows(texts)
+        longest = max(map(len, windows))
+        padding = [longest - len(window) for window in windows]
+        num_slots = min(longest + self.num_tokens, self.max_context)
+        num_layers = len(self.model.layers)  # type: ignore[arg-type]
+        self.cache = Cache(num_layers, num_slots, self._tensor(padding))
+        tokens_BL = self._tensor([[0] * num + window for num, window in zip(padding, windows, strict=True)])
+        return self.model(tokens_BL, self.cache)[:, -1]
+
+    def _windows(self, texts: list[list[int]]) -> list[list[int]]:
+        return [text[window_start(len(text), self.max_context) :] for text in texts]
+
+    def _tensor(self, numbers: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+        return torch.tensor(numbers, device=self.device)

@@ -5,15 +5,15 @@ Shapes: B batch rows, L positions, D model width, H query heads, G heads of keys
 
 from typing import ClassVar
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spurline.models.common.cache import LayerCache, attend_to_past
 from spurline.models.common.decoder_config import GroupedQueryConfig
 from spurline.models.common.init import INIT_STD
 from spurline.models.common.linear import Linear
 from spurline.models.common.norm import RMSNorm
-from spurline.models.common.rope import apply_rope_halves, rope_tables
+from spurline.models.common.rope import Rope, apply_rope_halves
 
 
 class GroupedQueryAttention(nn.Module):
@@ -26,9 +26,7 @@ class GroupedQueryAttention(nn.Module):
 
     def __init__(self, config: GroupedQueryConfig, *, qk_norm: bool = False, output_std: float = INIT_STD) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
-        self.rope_theta = config.rope_theta
-        self.yarn = config.yarn
+        self.head_dim = self.rope_dim = config.head_dim
         self.softmax_scale = config.head_dim**-0.5 * config.yarn.softmax_scale
 
         self.wq = Linear(config.dim, config.num_heads * config.head_dim)
@@ -38,20 +36,29 @@ class GroupedQueryAttention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if qk_norm else None
 
-    def forward(self, x_BLD: Tensor, positions_L: Tensor | None = None) -> Tensor:
-        if positions_L is None:
-            positions_L = torch.arange(x_BLD.shape[1], device=x_BLD.device)
-        tables = rope_tables(positions_L, self.head_dim, self.rope_theta, self.yarn)
+    def forward(self, x_BLD: Tensor, rope: Rope, cache: LayerCache | None = None) -> Tensor:
         # A rank may have only some of the heads: as many as its part of the projection has.
         q_BLHR, k_BLGR, v_BLGR = (w(x_BLD).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
         if self.q_norm is not None and self.k_norm is not None:
             q_BLHR, k_BLGR = self.q_norm(q_BLHR), self.k_norm(k_BLGR)
-        out_BHLR = F.scaled_dot_product_attention(
-            apply_rope_halves(q_BLHR, *tables).transpose(1, 2),
-            apply_rope_halves(k_BLGR, *tables).transpose(1, 2),
-            v_BLGR.transpose(1, 2),
-            is_causal=True,
+        q_BHLR = apply_rope_halves(q_BLHR, *rope).transpose(1, 2)
+        k_BGLR = apply_rope_halves(k_BLGR, *rope).transpose(1, 2)
+        out_BHLR = self._attend(q_BHLR, k_BGLR, v_BLGR.transpose(1, 2), cache)
+        return self.wo(out_BHLR.transpose(1, 2).flatten(2))
+
+    def _attend(self, q_BHLR: Tensor, k_BGLR: Tensor, v_BGLR: Tensor, cache: LayerCache | None) -> Tensor:
+        mask_B1LS = None
+        if cache is not None:
+            k_BGSR, v_BGSR = cache.extend(k_BGLR, v_BGLR)
+            mask_B1LS = cache.mask
+            if cache.has_past:
+                return attend_to_past(q_BHLR, k_BGSR, v_BGSR, mask_B1LS, self.softmax_scale)
+        return F.scaled_dot_product_attention(
+            q_BHLR,
+            k_BGLR,
+            v_BGLR,
+            attn_mask=mask_B1LS,
+            is_causal=mask_B1LS is None,
             scale=self.softmax_scale,
             enable_gqa=True,
         )
-        return self.wo(out_BHLR.transpose(1, 2).flatten(2))

@@ -1,8 +1,8 @@
 """Rotary position embedding: pairs of channels turn by an angle that grows with the position.
 
 Which channels make a pair is a convention of each family: neighbours (`apply_rope`), or a channel of the first half and
-one of the second (`apply_rope_halves`). P pairs are R = 2 * P channels. The tables follow from the positions on each
-call: nothing to store, shard or rebuild.
+one of the second (`apply_rope_halves`). P pairs are R = 2 * P channels. The tables follow from the positions of each
+forward pass, and all blocks share them: nothing to store, shard or rebuild.
 """
 
 import math
@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 
 from spurline.models.common.decoder_config import YarnConfig
+
+Rope = tuple[Tensor, Tensor]
+"""Cosine and sine of every pair's angle: two of (L, P), or of (B, L, P) where rows of a batch differ in positions."""
 
 
 def rope_frequencies(dim: int, theta: float, device: torch.device, yarn: YarnConfig | None = None) -> Tensor:
@@ -31,9 +34,9 @@ def _pair_that_turns(times: float, dim: int, theta: float, yarn: YarnConfig) -> 
     return dim * math.log(yarn.original_seq_len / (2 * math.pi * times)) / (2 * math.log(theta))
 
 
-def rope_tables(positions_L: Tensor, dim: int, theta: float, yarn: YarnConfig | None = None) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of every pair's angle at each position: (L,) -> two of (L, P), float32."""
-    angle_LP = torch.outer(positions_L.float(), rope_frequencies(dim, theta, positions_L.device, yarn))
+def rope_tables(positions_L: Tensor, dim: int, theta: float, yarn: YarnConfig | None = None) -> Rope:
+    """Cosine and sine of every pair's angle at each position: (L,) or (B, L) -> two of (.., L, P), float32."""
+    angle_LP = positions_L.float().unsqueeze(-1) * rope_frequencies(dim, theta, positions_L.device, yarn)
     scale = 1.0 if yarn is None else yarn.rotated_scale
     return angle_LP.cos() * scale, angle_LP.sin() * scale
 
@@ -54,5 +57,5 @@ def apply_rope_halves(x_BLHR: Tensor, cos_LP: Tensor, sin_LP: Tensor) -> Tensor:
 
 
 def _rotate(first_BLHP: Tensor, second_BLHP: Tensor, cos_LP: Tensor, sin_LP: Tensor) -> tuple[Tensor, Tensor]:
-    cos_L1P, sin_L1P = cos_LP.unsqueeze(1), sin_LP.unsqueeze(1)
+    cos_L1P, sin_L1P = cos_LP.unsqueeze(-2), sin_LP.unsqueeze(-2)  # one angle for all heads
     return first_BLHP * cos_L1P - second_BLHP * sin_L1P, first_BLHP * sin_L1P + second_BLHP * cos_L1P

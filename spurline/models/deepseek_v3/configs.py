@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 class DeepSeekV3Config(SparseDecoderConfig):
     """Multi-head latent attention: keys and values of all heads come from one narrow latent per token."""
 
+    norm_eps: float = 1e-6
+    """Added under the root of RMSNorm."""
     num_dense_layers: int = 1
     """The first blocks, which have a dense feed-forward instead of experts."""
     q_lora_rank: int = 0

@@ -19,7 +19,6 @@ class DeepSeekV3(Decoder):
                 qk_nope_head_dim=config.qk_nope_head_dim,
                 qk_rope_head_dim=config.qk_rope_head_dim,
                 v_head_dim=config.v_head_dim,
-                rope_theta=config.rope_theta,
                 yarn=config.yarn,
                 norm_eps=config.norm_eps,
                 output_std=output_std,

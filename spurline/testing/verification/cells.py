@@ -74,7 +74,7 @@ class Cell:
     etp: int = 1
     exchange: str = "uneven"
     num_experts: str = "8 experts"
-    experts: str = "loop"
+    experts: str = "stream"
     score: str = "score after"
     router: str = "softmax"
     balance: str = "sequence loss"

@@ -18,12 +18,12 @@ from torch.distributed.tensor import DTensor
 
 from spurline.config import RunConfig
 from spurline.data import DataSets
+from spurline.data.batch import IGNORE_INDEX, Batch
 from spurline.data.tokenizer import ByteTokenizer
 from spurline.parallel.degrees import resolve_degrees
 from spurline.parallel.mesh import build_meshes
 from spurline.parallel.world import World
 from spurline.testing.verification.reference import use_reference
-from spurline.train.loss import IGNORE_INDEX
 from spurline.train.trainer import Trainer, make_trainer
 
 # What a step leaves behind, by kind and name.
@@ -119,9 +119,9 @@ class _Sequences:
         self.labels_NL[0, : training.seq_len // 3] = IGNORE_INDEX
         self.labels_NL[1] = IGNORE_INDEX
 
-    def batch(self, start: int, count: int) -> tuple[Tensor, Tensor]:
-        """Tokens and labels (B, L) of the sequences start, start + 1, ..."""
-        return self.tokens_NL[start : start + count], self.labels_NL[start : start + count]
+    def batch(self, start: int, count: int) -> Batch:
+        """The sequences start, start + 1, ..."""
+        return Batch(self.tokens_NL[start : start + count], self.labels_NL[start : start + count])
 
 
 def _data(config: RunConfig[Any]) -> DataSets:

@@ -1,0 +1,42 @@
+"""Tokens for pictures, beside those of a text. Free of torch."""
+
+from __future__ import annotations
+
+import numpy.typing as npt
+
+from spurline.data.tokenizer import Decoder, Tokenizer, Tokens
+from spurline.data.tokenizer_file import FileTokenizer
+
+_NAMES = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
+
+
+class PictureTokenizer:
+    """A tokenizer of text that also marks where a picture begins, each feature of it, and where it ends."""
+
+    def __init__(self, text: Tokenizer) -> None:
+        self._text = text
+        self.start_id, self.feature_id, self.end_id = self.picture_ids = _picture_ids(text)
+        self.vocab_size = max(text.vocab_size, max(self.picture_ids) + 1)
+        self.boundary_id = text.boundary_id
+        self.fingerprint = f"{text.fingerprint} with pictures"
+
+    def picture(self, num_features: int) -> list[int]:
+        return [self.start_id, *[self.feature_id] * num_features, self.end_id]
+
+    def encode(self, text: str) -> Tokens:
+        return self._text.encode(text)
+
+    def decode(self, ids: npt.ArrayLike) -> str:
+        return self._text.decode(ids)
+
+    def decoder(self) -> Decoder:
+        return self._text.decoder()
+
+
+def _picture_ids(text: Tokenizer) -> tuple[int, int, int]:
+    """The tokens that Qwen's own tokenizers have for it; in any other, three more behind its vocabulary."""
+    if isinstance(text, FileTokenizer):
+        start, feature, end = (text.token_id(name) for name in _NAMES)
+        if start is not None and feature is not None and end is not None:
+            return start, feature, end
+    return text.vocab_size, text.vocab_size + 1, text.vocab_size + 2

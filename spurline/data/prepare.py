@@ -1,0 +1,162 @@
+"""Text to a folder of prepared data: tokenized on several processes, whole or not at all. Free of torch."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from fractions import Fraction
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from spurline.config import Data
+from spurline.data.formats import Advance, Document
+from spurline.data.packing import stream_of
+from spurline.data.prepared import DOCUMENT
+from spurline.data.prepared_index import TOKENIZER_FILE, VERSION, Index, PreparedSource, StoredFile, save_index
+from spurline.data.sources import read_documents
+from spurline.data.stream import DocumentStream
+from spurline.data.tokenizer import Tokenizer, token_dtype
+from spurline.data.tokenizer_file import FileTokenizer
+from spurline.data.workers import map_in_order
+
+BATCH_CHARACTERS = 2**20
+SHARD_TOKENS = 2**27
+
+
+def prepare(
+    sources: Sequence[Data],
+    out: str,
+    tokenizer: Tokenizer,
+    weights: Sequence[Fraction] = (),
+    num_workers: int = 1,
+    advance: Callable[[Data, int], None] = lambda source, amount: None,
+) -> Index:
+    """Write the tokens of the sources, one path each, to the folder `out`, which must be new or empty.
+
+    What is written depends neither on the number of workers nor on the machine. `advance` is told how much of the
+    size of which source was read. After any error there is nothing in `out`.
+    """
+    out = os.path.abspath(os.path.expanduser(out))
+    if problem := folder_problem(out):
+        raise ValueError(problem)
+    # Hidden, so that it is no part of a source in which `out` may lie.
+    temporary = os.path.join(os.path.dirname(out), f".{os.path.basename(out)}.tmp-{os.getpid()}")
+    try:
+        os.makedirs(temporary)
+        shares = [str(weight) for weight in weights] or [""] * len(sources)
+        stored = [
+            _write_source(temporary, number, data, share, tokenizer, num_workers, partial(advance, data))
+            for number, (data, share) in enumerate(zip(sources, shares, strict=True))
+        ]
+        index = _write_index(temporary, tokenizer, stored)
+        os.rename(temporary, out)
+    except OSError as error:
+        raise ValueError(f"can't write {out!r}: {error.strerror or error}. Nothing was kept") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return index
+
+
+def folder_problem(out: str) -> str:
+    """Why prepared data can't go to a folder, or nothing."""
+    try:
+        names = os.listdir(out)
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        return f"can't write {out!r}: {error.strerror}"
+    return f"{out!r} is not empty: choose another folder, or remove it first" if names else ""
+
+
+def _write_index(folder: str, tokenizer: Tokenizer, sources: list[PreparedSource]) -> Index:
+    stored, boundary_token = None, ""
+    if isinstance(tokenizer, FileTokenizer):
+        boundary_token = tokenizer.boundary_token
+        with closing(_HashedFile(folder, TOKENIZER_FILE)) as file:
+            file.write(tokenizer.content.encode())
+        stored = file.stored()
+    index = Index(
+        version=VERSION,
+        dtype=token_dtype(tokenizer.vocab_size).name,
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        boundary_token=boundary_token,
+        vocab_size=tokenizer.vocab_size,
+        tokenizer=stored,
+        sources=sources,
+    )
+    save_index(folder, index)
+    return index
+
+
+def _write_source(
+    folder: str, number: int, data: Data, weight: str, tokenizer: Tokenizer, num_workers: int, advance: Advance
+) -> PreparedSource:
+    batches = _batches(read_documents(data, advance))
+    num_documents = num_tokens = 0
+    shards: list[StoredFile] = []
+    with (
+        closing(map_in_order(partial(stream_of, tokenizer=tokenizer), batches, num_workers)) as tokenized,
+        closing(_HashedFile(folder, f"source{number}.documents")) as documents,
+    ):
+        stream = next(tokenized, None)
+        while stream is not None:
+            with closing(_HashedFile(folder, f"source{number}-{len(shards):05}.tokens")) as shard:
+                shard_end = num_tokens + SHARD_TOKENS
+                while stream is not None and num_tokens < shard_end:
+                    (tokens_N,) = stream.parts
+                    shard.write(tokens_N.tobytes())
+                    documents.write(_records(stream, num_tokens).tobytes())
+                    num_tokens += len(tokens_N)
+                    num_documents += len(stream.start_D)
+                    stream = next(tokenized, None)
+            shards.append(shard.stored())
+    return PreparedSource(data.path, weight, num_documents, num_tokens, documents.stored(), shards)
+
+
+def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
+    """Documents for a worker to do at a time, cut where their sizes alone decide it."""
+    batch: list[Document] = []
+    num_characters = 0
+    for document in documents:
+        batch.append(document)
+        num_characters += len(document.text)
+        if num_characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, num_characters = [], 0
+    if batch:
+        yield batch
+
+
+def _records(stream: DocumentStream, num_tokens_before: int) -> npt.NDArray[np.void]:
+    records_D = np.empty(len(stream.start_D), DOCUMENT)
+    records_D["start"] = stream.start_D + num_tokens_before
+    records_D["hash"] = stream.hash_D
+    return records_D
+
+
+class _HashedFile:
+    """A new file whose checksum is known when it is closed, and which is on the disk then."""
+
+    def __init__(self, folder: str, name: str) -> None:
+        self._name = name
+        self._num_bytes = 0
+        self._digest = hashlib.sha256()
+        self._file = open(os.path.join(folder, name), "xb")  # noqa: SIM115 (close() closes it)
+
+    def write(self, content: bytes) -> None:
+        self._file.write(content)
+        self._digest.update(content)
+        self._num_bytes += len(content)
+
+    def close(self) -> None:
+        with self._file:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+    def stored(self) -> StoredFile:
+        return StoredFile(self._name, self._num_bytes, self._digest.hexdigest())

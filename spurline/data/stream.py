@@ -1,0 +1,113 @@
+"""Documents as one stream of tokens, in memory or memory-mapped, of which stretches are read as one. Free of torch.
+
+Shapes: N tokens, D documents, S stretches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from spurline.data.sources import stable_hash
+from spurline.data.tokenizer import Tokens
+
+Positions = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class DocumentStream:
+    """The tokens of one source: documents one after the other, each after a boundary token."""
+
+    parts: Sequence[Tokens]
+    """Consecutive parts of the stream, such as files."""
+    start_D: Positions
+    """Where each document begins, with its boundary token."""
+    hash_D: npt.NDArray[np.uint64]
+    """What decides on which side of a split a document falls: `split_hash` of its name."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.parts))
+
+    def sizes(self) -> Positions:
+        """The tokens (D,) of each document, with its boundary."""
+        return np.diff(self.start_D, append=self.num_tokens)
+
+
+def split_hash(name: str) -> int:
+    return int.from_bytes(stable_hash("split", name)[:8], "big")
+
+
+class Stretches:
+    """Stretches of a stream that lies in several arrays, as one sequence to slice; only a slice is ever copied."""
+
+    def __init__(self, parts: Sequence[Tokens], begin_S: Positions, end_S: Positions) -> None:
+        """The stretches are in order and apart from each other."""
+        part_begin = np.cumsum([0, *map(len, parts)])
+        # A stretch that goes over the end of an array is cut there.
+        num_begun, num_ended = np.searchsorted(begin_S, part_begin), np.searchsorted(end_S, part_begin, side="right")
+        cuts = part_begin[num_begun > num_ended]
+        begin_S, end_S = np.sort(np.append(begin_S, cuts)), np.sort(np.append(end_S, cuts))
+        self.dtype = parts[0].dtype
+        self._parts = parts
+        self._part_S = np.searchsorted(part_begin[:-1], begin_S, side="right") - 1
+        self._end_S = end_S - part_begin[self._part_S]
+        self._stop_S = np.cumsum(end_S - begin_S)
+
+    def __len__(self) -> int:
+        return int(self._stop_S[-1]) if len(self._stop_S) else 0
+
+    def __getitem__(self, where: slice) -> Tokens:
+        start, stop, step = where.indices(len(self))
+        assert step == 1
+        pieces = [np.empty(0, self.dtype)]
+        stretch = int(np.searchsorted(self._stop_S, start, side="right"))
+        while start < stop:
+            end, to_go = int(self._end_S[stretch]), int(self._stop_S[stretch]) - start
+            pieces.append(self._parts[self._part_S[stretch]][end - to_go : end][: stop - start])
+            start += to_go
+            stretch += 1
+        return np.concatenate(pieces)
+
+
+def whole(stream: DocumentStream) -> Stretches:
+    return between(stream, 0, stream.num_tokens)
+
+
+def between(stream: DocumentStream, begin: int, end: int) -> Stretches:
+    return Stretches(stream.parts, np.array([begin]), np.array([end]))
+
+
+def split_by_document(stream: DocumentStream, is_chosen_D: npt.NDArray[np.bool_]) -> tuple[Stretches, Stretches]:
+    """The documents that are not chosen, and those that are."""
+    first_S = np.flatnonzero(np.diff(is_chosen_D, prepend=~is_chosen_D[:1]))
+    begin_S = stream.start_D[first_S]
+    end_S = np.append(begin_S[1:], stream.num_tokens)
+    is_chosen_S = is_chosen_D[first_S]
+    rest, chosen = (Stretches(stream.parts, begin_S[side], end_S[side]) for side in (~is_chosen_S, is_chosen_S))
+    return rest, chosen
+
+
+def choose_documents(hash_D: npt.NDArray[np.uint64], size_D: Positions, fraction: float) -> npt.NDArray[np.bool_]:
+    """Which documents to take for at most, and close to, `fraction` of the tokens; none where no choice comes close.
+
+    They are tried in the order of their hash and taken while they fit: the order of the documents doesn't matter,
+    and a data set that grows keeps most of its split.
+    """
+    total = int(size_D.sum())
+    target = round(total * fraction)
+    is_chosen_D = np.zeros(len(size_D), dtype=bool)
+    room = target
+    left = np.argsort(hash_D, kind="stable")
+    while len(left):
+        sums = np.cumsum(size_D[left])
+        num_fitting = int(np.searchsorted(sums, room, side="right"))
+        is_chosen_D[left[:num_fitting]] = True
+        room -= int(sums[num_fitting - 1]) if num_fitting else 0
+        left = left[num_fitting:]
+        left = left[size_D[left] <= room]
+    is_close = room <= min(target, total - target) / 2
+    return is_chosen_D if is_close else np.zeros_like(is_chosen_D)

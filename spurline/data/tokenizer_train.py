@@ -1,0 +1,57 @@
+"""Training a tokenizer: byte-level BPE, through the `tokenizers` package. Free of torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+
+from spurline.data.formats import Document
+from spurline.data.tokenizer_file import FileTokenizer, import_tokenizers
+
+BOUNDARY_TOKEN = "<|endoftext|>"
+SMALLEST_VOCAB = 257
+"""A token for every byte, and the boundary."""
+# The package collects this many texts before it looks at them: shorter ones bound the memory.
+_CHUNK_CHARACTERS = 2**16
+
+
+def train_bpe(documents: Iterable[Document], vocab_size: int, show_progress: bool = False) -> FileTokenizer:
+    """A byte-level BPE of at most `vocab_size` tokens: fewer where the text has no more pairs that come twice."""
+    package = import_tokenizers()
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    tokenizer = package.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=[BOUNDARY_TOKEN],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=show_progress,
+    )
+    tokenizer.train_from_iterator(_chunks(documents), trainer)
+    return FileTokenizer(tokenizer.to_str(pretty=True), BOUNDARY_TOKEN, "the trained tokenizer")
+
+
+def save_tokenizer(tokenizer: FileTokenizer, path: str) -> None:
+    """Write the JSON file under a temporary name and rename it, so that it is whole or not there."""
+    temporary = f"{path}.tmp-{os.getpid()}"
+    try:
+        with open(temporary, "x", encoding="utf-8") as file:
+            file.write(tokenizer.content)
+        os.rename(temporary, path)
+    except OSError as error:
+        raise ValueError(f"can't write {path!r}: {error.strerror}") from None
+    finally:
+        if os.path.exists(temporary):
+            os.unlink(temporary)
+
+
+def _chunks(documents: Iterable[Document]) -> Iterator[str]:
+    for document in documents:
+        text, start = document.text.encode("utf-8", errors="replace").decode("utf-8"), 0
+        while start < len(text):
+            end = text.find("\n", start + _CHUNK_CHARACTERS) + 1 or len(text)
+            yield text[start:end]
+            start = end

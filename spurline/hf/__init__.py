@@ -1,0 +1,1 @@
+"""Hugging Face folders in and out: safetensors files, and run folders made of them or turned into them."""

@@ -1,0 +1,163 @@
+"""From a checkpoint of a run to a Hugging Face folder, tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spurline import config_io
+from spurline.config import RunConfig
+from spurline.hf.accounting import model_shapes, target_dtype
+from spurline.hf.families import architecture_for
+from spurline.hf.folder import INDEX, TOKENIZER_FOLDER, WEIGHTS, copy_tokenizer, new_folder, read_json
+from spurline.hf.safetensors_file import Entry, write_file
+from spurline.hf.verify import compare_logits
+from spurline.models.common.hf import Slot
+from spurline.train.checkpoint import Checkpoints
+
+# What a trained model is used with; it changes nothing in the logits and so is no part of our model config.
+_KEPT_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "initializer_range")
+
+
+def export_run(
+    run: Path,
+    out: Path,
+    step: int | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+    verify: bool = False,
+) -> list[str]:
+    """Make the Hugging Face folder `out` of a run's checkpoint, the newest by default; returns what there is to tell.
+
+    The weights are written in `dtype` or as they are. A model that no class of `transformers` expresses is refused with
+    a ValueError, and then nothing is written.
+    """
+    family, _, run_config = config_io.load(run / "config.json")
+    model = run_config.model
+    architecture = architecture_for(family, model)
+    checkpoints = Checkpoints(run, interval=1, keep_latest_k=0)
+    step = checkpoints.latest() if step is None else step
+    if step is None:
+        raise ValueError(f"{checkpoints.folder} has no complete checkpoint: train with --checkpoint.enable")
+    source = Source(checkpoints, step, architecture.slots(model_shapes(model)), dtype)
+
+    with new_folder(out) as folder:
+        told = [f"{architecture.name}, step {step}: {write_weights(folder, source, max_shard_bytes)}"]
+        tokenizer = _tokenizer_folder(run, run_config.data.tokenizer)
+        copied = copy_tokenizer(tokenizer, folder)
+        their_config = {
+            "architectures": [architecture.name],
+            "model_type": architecture.model_type,
+            **architecture.write(model),
+            **_kept(tokenizer, _max_length(run_config)),
+            "torch_dtype": f"{source.main_dtype}".removeprefix("torch."),
+        }
+        (folder / "config.json").write_text(json.dumps(their_config, indent=2) + "\n", encoding="utf-8")
+        if verify:
+            told.append(compare_logits(model, run, step, folder, dtype))
+    told.append(f"Hugging Face folder: {out}, copied with it: {', '.join(copied) or 'none'}")
+    return told
+
+
+class Source:
+    """The tensors of a checkpoint as Hugging Face has them: what there is, and their values one after the other."""
+
+    def __init__(self, checkpoints: Checkpoints, step: int, slots: list[Slot], dtype: torch.dtype | None) -> None:
+        self._checkpoints = checkpoints
+        self._step = step
+        self._slots = [slot for slot in slots if slot.pieces]
+        saved = checkpoints.tensors(step)
+        self._check(slots, saved)
+        self._saved = {name: tensor.to(target_dtype(name, tensor.dtype, dtype)) for name, tensor in saved.items()}
+
+    @property
+    def main_dtype(self) -> torch.dtype:
+        return self._saved["embedding.weight"].dtype
+
+    def entries(self) -> Iterator[Entry]:
+        for slot in self._slots:
+            for piece in slot.pieces:
+                yield Entry(piece.name, self._saved[slot.name].dtype, piece.shape)
+
+    def values(self) -> Iterator[Tensor]:
+        for slot in self._slots:
+            yield from self._pieces(slot)
+
+    def _pieces(self, slot: Slot) -> Iterator[Tensor]:
+        tensor = self._checkpoints.read_tensor(self._step, slot.name, self._saved[slot.name])
+        for number, piece in enumerate(slot.pieces):
+            yield tensor.view(-1)[number * slot.piece_size :][: slot.piece_size].view(piece.shape)
+
+    def _check(self, slots: list[Slot], saved: dict[str, Tensor]) -> None:
+        misfits = [slot.name for slot in slots if slot.name not in saved or saved[slot.name].shape != slot.shape]
+        misfits += saved.keys() - {slot.name for slot in slots}
+        if misfits:
+            raise ValueError(
+                f"the checkpoint of step {self._step} in {self._checkpoints.folder} is not of the model in config.json:"
+                f" {', '.join(sorted(misfits)[:5])} differ"
+            )
+        for slot in slots:
+            if not slot.pieces and self._checkpoints.read_tensor(self._step, slot.name, saved[slot.name]).any():
+                raise ValueError(
+                    f"{slot.name} is not zero, and the Hugging Face architecture has no selection bias:"
+                    " only a model that was trained with --model.moe.bias_update_rate 0 can be written as one"
+                )
+
+
+def write_weights(folder: Path, source: Source, max_shard_bytes: int) -> str:
+    """Write the safetensors files, with an index where there are several; returns what was written, in words."""
+    shards = split_into_shards(list(source.entries()), max_shard_bytes)
+    names = [WEIGHTS] if len(shards) == 1 else _shard_names(len(shards))
+    values = source.values()
+    for name, entries in zip(names, shards, strict=True):
+        write_file(folder / name, entries, values)
+    total = sum(entry.num_bytes for entries in shards for entry in entries)
+    if len(shards) > 1:
+        weight_map = {entry.name: name for name, entries in zip(names, shards, strict=True) for entry in entries}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    num_tensors = sum(map(len, shards))
+    return f"{num_tensors} tensors, {total / 1e6:,.1f} MB in {len(shards)} file{'s' if len(shards) > 1 else ''}"
+
+
+def _shard_names(count: int) -> list[str]:
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def split_into_shards(entries: list[Entry], max_bytes: int) -> list[list[Entry]]:
+    """Consecutive tensors of at most so many bytes together; one that is larger has a file of its own."""
+    shards: list[list[Entry]] = []
+    size = 0
+    for entry in entries:
+        if not shards or size + entry.num_bytes > max_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(entry)
+        size += entry.num_bytes
+    return shards
+
+
+def _tokenizer_folder(run: Path, data_tokenizer: str) -> Path:
+    """Where the run's tokenizer is: in its folder if it was imported, or else where its data options say."""
+    if (run / TOKENIZER_FOLDER).is_dir() or not data_tokenizer:
+        return run / TOKENIZER_FOLDER
+    path = Path(data_tokenizer).expanduser()
+    return path if path.is_dir() else path.parent
+
+
+def _max_length(run_config: RunConfig[Any]) -> int:
+    yarn = run_config.model.yarn
+    return round(yarn.factor * yarn.original_seq_len) if yarn.factor > 1 else run_config.training.seq_len
+
+
+def _kept(tokenizer: Path, max_length: int) -> dict[str, Any]:
+    path = tokenizer / "config.json"
+    theirs = read_json(path) if path.is_file() else {}
+    return {"bos_token_id": None, "eos_token_id": None, "max_position_embeddings": max_length} | {
+        key: theirs[key] for key in _KEPT_KEYS if key in theirs
+    }

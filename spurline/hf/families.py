@@ -1,0 +1,113 @@
+"""Which family reads a Hugging Face model, and which preset of it the model is trained like."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+from spurline.config import Checkpoint, Job, RunConfig
+from spurline.config_io import ConfigError
+from spurline.models import family_configs, family_names, family_package
+from spurline.models.common.hf import Architecture
+from spurline.models.common.hf_config import TheirConfig
+from spurline.moe.config import MoEConfig
+
+_EXPERT_BIAS = "layers.{layer}.moe.router.expert_bias_E"
+
+
+def find_architecture(their_config: dict[str, Any], where: str) -> Architecture:
+    """The architecture that a config.json names, which some family must know."""
+    names = their_config.get("architectures") or []
+    known = {architecture.name: architecture for _, architecture in _architectures()}
+    for name in names:
+        if name in known:
+            return known[name]
+    what = f"the architecture {', '.join(map(str, names))}" if names else "no architecture"
+    raise ValueError(f"{where} is of {what}, which Spurline can't read; it reads {', '.join(sorted(known))}")
+
+
+def _architectures() -> Iterator[tuple[str, Architecture]]:
+    for family in family_names():
+        if module := _hf_module(family):
+            yield from ((family, architecture) for architecture in module.ARCHITECTURES)
+
+
+def _hf_module(family: str) -> Any:
+    name = f"{family_package(family)}.hf"
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        return None  # a family need not have a form that Hugging Face knows
+
+
+def read_model_config(architecture: Architecture, their_config: dict[str, Any], where: str) -> Any:
+    """Our config of the model that a config.json describes; a ConfigError names every key that we can't follow."""
+    theirs = TheirConfig(their_config)
+    model = architecture.read(theirs)
+    theirs.refuse_unknown()
+    problems = theirs.problems or model.problems()
+    if problems:
+        raise ConfigError([f"{where}: {problem}" for problem in problems])
+    return model
+
+
+def architecture_for(family: str, model: Any) -> Architecture:
+    """The architecture that a model is written as; a ConfigError says what of the model it can't express."""
+    module = _hf_module(family)
+    if module is None:
+        raise ValueError(f"the family {family} has no hf.py, so there is no Hugging Face form of it")
+    architecture: Architecture = module.architecture_for(model)
+    if obstacles := architecture.obstacles(model):
+        raise ConfigError(obstacles)
+    return architecture
+
+
+def _balanced_like(preset: MoEConfig, moe: MoEConfig, architecture: Architecture) -> MoEConfig:
+    """The experts with the preset's way to keep them busy; by a loss where the architecture has no selection bias."""
+    has_bias = architecture.names.get(_EXPERT_BIAS) is not None
+    by_bias_alone = preset.bias_update_rate > 0 and preset.aux_loss == "none"
+    return replace(
+        moe,
+        bias_update_rate=preset.bias_update_rate if has_bias else 0.0,
+        aux_loss="sequence" if by_bias_alone and not has_bias else preset.aux_loss,
+        aux_loss_weight=preset.aux_loss_weight,
+        z_loss_weight=preset.z_loss_weight,
+    )
+
+
+def run_config_like_a_preset(
+    architecture: Architecture, model: Any, folder: str, max_length: int | None
+) -> tuple[str, str, RunConfig[Any]]:
+    """Family, preset and config of a run that trains `model` as the preset nearest in size is trained."""
+    candidates = [
+        (family, name, preset())
+        for family, known in _architectures()
+        if known.name == architecture.name
+        for name, preset in family_configs(family).items()
+    ]
+    distance = {
+        (family, name): abs(math.log(run.model.num_params() / model.num_params()))
+        for family, name, run in candidates
+        if type(run.model) is type(model)
+    }
+    family, name = min(distance, key=distance.__getitem__)
+    run = family_configs(family)[name]()
+    if hasattr(model, "moe"):
+        model = replace(model, moe=_balanced_like(run.model.moe, model.moe, architecture))
+    seq_len = min(run.training.seq_len, max_length or run.training.seq_len)
+    return (
+        family,
+        name,
+        replace(
+            run,
+            model=model,
+            job=Job(dump_folder=folder),
+            training=replace(run.training, seq_len=seq_len),
+            checkpoint=Checkpoint(True, run.checkpoint.interval, run.checkpoint.keep_latest_k),
+        ),
+    )

@@ -1,0 +1,124 @@
+"""Folders: one of Hugging Face as it is found, and a new one that is there in full or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from spurline.config_io import ConfigError
+from spurline.hf.safetensors_file import Stored, read_header
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+TOKENIZER_FOLDER = "tokenizer"
+"""In a run folder: the files below, and the config.json they came with."""
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json"),
+)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path}: can't read the file: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is not a JSON object")
+    return content
+
+
+def find_tensors(folder: Path) -> dict[str, Stored]:
+    """Every tensor of the folder's safetensors files, by name; what index and files don't agree on is refused."""
+    if (folder / INDEX).exists():
+        return _by_index(folder)
+    if (folder / WEIGHTS).exists():
+        _refuse_others(folder, {WEIGHTS})
+        return read_header(folder / WEIGHTS)
+    other = sorted(path.name for path in folder.glob("*.bin"))
+    instead = f"; {other[0]} is of another format: save the model again as safetensors" if other else ""
+    raise ValueError(f"{folder} has neither {WEIGHTS} nor {INDEX}{instead}")
+
+
+def _by_index(folder: Path) -> dict[str, Stored]:
+    path = folder / INDEX
+    weight_map = read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise ValueError(f"{path} has no weight_map of tensors to files")
+    file_names = sorted(set(weight_map.values()))
+    if outside := [name for name in file_names if Path(name).name != name]:
+        raise ValueError(f"{path} names {outside[0]!r}, which is not a file of the same folder")
+    if missing := [name for name in file_names if not (folder / name).is_file()]:
+        raise ConfigError([f"{folder / name} is missing, and {INDEX} names it" for name in missing])
+    _refuse_others(folder, set(file_names))
+    problems: list[str] = []
+    found: dict[str, Stored] = {}
+    for file_name in file_names:
+        tensors = read_header(folder / file_name)
+        named = {tensor for tensor, file in weight_map.items() if file == file_name}
+        problems += [
+            f"{folder / file_name} has no tensor {name}, where {INDEX} puts it" for name in named - set(tensors)
+        ]
+        for name in tensors.keys() - named:
+            place = f"puts it in {weight_map[name]}" if name in weight_map else "does not name it"
+            problems.append(f"{folder / file_name} has tensor {name}, and {INDEX} {place}")
+        found |= tensors
+    if problems:
+        raise ConfigError(at_most(sorted(problems)))
+    return found
+
+
+def _refuse_others(folder: Path, known: set[str]) -> None:
+    """Refuse files with weights that nothing says anything about: an adapter, or what is left of another model."""
+    others = sorted({path.name for path in folder.glob("*.safetensors")} - known)
+    if others:
+        where = INDEX if (folder / INDEX).exists() else WEIGHTS
+        raise ValueError(
+            f"{folder} has {', '.join(others)} besides what {where} holds: remove what is not of the model"
+        )
+
+
+def at_most(problems: list[str], count: int = 10) -> list[str]:
+    """The first of the problems, and how many more there are."""
+    more = len(problems) - count
+    return problems if more <= 1 else [*problems[:count], f"and {more} more like these"]
+
+
+def copy_tokenizer(source: Path, target: Path) -> list[str]:
+    """Copy the tokenizer's files that there are, and return their names."""
+    names = [name for name in TOKENIZER_FILES if (source / name).is_file()]
+    for name in names:
+        shutil.copyfile(source / name, target / name)
+    return names
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A temporary folder that becomes `out` when all went well; otherwise nothing stays, not even a parent folder."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} exists and is not an empty folder: choose another one or remove it")
+    path = out.absolute()
+    made = [parent for parent in path.parents if not parent.exists()]
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    done = False
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        if path.exists():
+            path.rmdir()
+        temporary.rename(path)
+        done = True
+    except OSError as error:
+        raise ValueError(f"{error.filename or out}: {error.strerror or error}") from error
+    finally:
+        if not done:
+            shutil.rmtree(temporary, ignore_errors=True)
+            for parent in made:
+                if parent.exists() and not any(parent.iterdir()):
+                    parent.rmdir()

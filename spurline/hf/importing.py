@@ -1,0 +1,84 @@
+"""From a Hugging Face folder to a run folder, tensor by tensor."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from spurline import config_io
+from spurline.hf.accounting import account, target_dtype
+from spurline.hf.families import find_architecture, read_model_config, run_config_like_a_preset
+from spurline.hf.folder import TOKENIZER_FOLDER, copy_tokenizer, find_tensors, new_folder, read_json
+from spurline.hf.safetensors_file import FLOATS, Stored, read_into
+from spurline.hf.verify import compare_logits
+from spurline.models.common.hf import Slot
+from spurline.train.checkpoint import Checkpoints
+
+
+def import_folder(source: Path, out: Path, dtype: torch.dtype | None = None, verify: bool = False) -> list[str]:
+    """Make the run folder `out` of the Hugging Face folder `source`; returns what there is to tell, a line each.
+
+    The weights become the checkpoint of step 0, in `dtype` or as they are. What doesn't fit is refused with a
+    ValueError that names it, and then nothing is written.
+    """
+    if not source.is_dir():
+        raise ValueError(f"{source} is not a folder: give one with config.json and safetensors files")
+    their_config = read_json(source / "config.json")
+    architecture = find_architecture(their_config, f"{source / 'config.json'}")
+    model = read_model_config(architecture, their_config, f"{source / 'config.json'}")
+    stored = find_tensors(source)
+    slots, told = account(architecture, model, their_config, stored, f"{source}")
+    max_length = their_config.get("max_position_embeddings")
+    family, preset, run_config = run_config_like_a_preset(architecture, model, f"{out}", max_length)
+
+    with new_folder(out) as folder:
+        tokenizer = folder / TOKENIZER_FOLDER
+        tokenizer.mkdir()
+        copied = copy_tokenizer(source, tokenizer)
+        shutil.copyfile(source / "config.json", tokenizer / "config.json")
+        if "tokenizer.json" in copied:
+            run_config = replace(run_config, data=replace(run_config.data, tokenizer=f"{out / TOKENIZER_FOLDER}"))
+        config_io.save(folder / "config.json", family, preset, run_config)
+        write_checkpoint(folder, slots, stored, dtype)
+        told.append(f"{architecture.name} as {family}, to be trained like {preset}: {_size(slots, stored)}")
+        if verify:
+            told.append(compare_logits(model, folder, 0, source, dtype))
+    told.append(f"run folder: {out}, copied with it: {', '.join(copied) or 'none'}")
+    return told
+
+
+def write_checkpoint(run_folder: Path, slots: list[Slot], stored: dict[str, Stored], dtype: torch.dtype | None) -> None:
+    """Write the checkpoint of step 0; each tensor is read when it is its turn."""
+    of_name = {slot.name: slot for slot in slots}
+    tensors = {slot.name: _like(slot, stored, dtype) for slot in slots}
+
+    def read(name: str) -> Tensor:
+        return read_slot(of_name[name], stored, tensors[name].dtype)
+
+    Checkpoints(run_folder, interval=1, keep_latest_k=0).write_tensors(0, tensors, read, {"tokens_seen": 0})
+
+
+def _like(slot: Slot, stored: dict[str, Stored], dtype: torch.dtype | None) -> Tensor:
+    own = FLOATS[stored[slot.pieces[0].name].dtype] if slot.pieces else torch.float32
+    return torch.empty(slot.shape, dtype=target_dtype(slot.name, own, dtype), device="meta")
+
+
+def read_slot(slot: Slot, stored: dict[str, Stored], dtype: torch.dtype) -> Tensor:
+    """One of our tensors, put together of its pieces."""
+    if not slot.pieces:
+        return torch.zeros(slot.shape, dtype=dtype)
+    tensor = torch.empty(slot.shape, dtype=dtype)
+    for target, piece in zip(tensor.view(-1).split(slot.piece_size), slot.pieces, strict=True):
+        read_into(target, stored[piece.name], piece.start)
+    return tensor
+
+
+def _size(slots: list[Slot], stored: dict[str, Stored]) -> str:
+    names = {piece.name for slot in slots for piece in slot.pieces}
+    num_bytes = sum(prod(stored[name].shape) * FLOATS[stored[name].dtype].itemsize for name in names)
+    return f"{len(names)} tensors, {num_bytes / 1e6:,.1f} MB"

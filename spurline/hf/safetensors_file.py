@@ -1,0 +1,152 @@
+"""Files in the safetensors format, read and written tensor by tensor.
+
+A file is the length of its header (8 bytes), the header (JSON: each tensor's dtype, shape and place), then the tensors'
+bytes without a gap. The safetensors package maps a whole file to read it, and wants all of its tensors at once to write
+it; here no more than one tensor is in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_NAME_OF = {dtype: name for name, dtype in FLOATS.items()}
+_ITEMSIZES = (
+    dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1)
+    | dict.fromkeys(("U16", "I16", "F16", "BF16"), 2)
+    | dict.fromkeys(("U32", "I32", "F32"), 4)
+    | dict.fromkeys(("U64", "I64", "F64"), 8)
+)
+_LONGEST_HEADER = 100_000_000
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file."""
+
+    path: Path
+    dtype: str
+    """As the format calls it: F32, BF16, ..."""
+    shape: tuple[int, ...]
+    offset: int
+    """Of its first byte in the file."""
+
+
+class Entry(NamedTuple):
+    """A tensor that a file is to hold."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def read_header(path: Path) -> dict[str, Stored]:
+    """The tensors of a file, by name; a ValueError where the file isn't whole and sound."""
+    try:
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            num_bytes = os.fstat(file.fileno()).st_size
+            if not 2 <= length <= min(num_bytes - 8, _LONGEST_HEADER):
+                raise ValueError(f"{path} is cut off or not a safetensors file: it has no room for its header")
+            header = json.loads(file.read(length), object_pairs_hook=_without_twins)
+    except OSError as error:
+        raise ValueError(f"{path}: can't read the file: {error.strerror}") from None
+    except (UnicodeDecodeError, json.JSONDecodeError, _TwinError) as error:
+        raise ValueError(f"{path} is damaged or not a safetensors file: its header is not JSON ({error})") from None
+    if not isinstance(header, dict):
+        raise ValueError(f"{path} is not a safetensors file: its header is not a JSON object")
+    header.pop("__metadata__", None)
+
+    found: dict[str, Stored] = {}
+    end = start = 8 + length
+    for name, entry in sorted(header.items(), key=lambda item: _offsets(path, *item)):
+        first, last = _offsets(path, name, entry)
+        dtype, shape = entry["dtype"], tuple(entry["shape"])
+        if dtype not in _ITEMSIZES:
+            raise ValueError(f"{path} has tensor {name} of type {dtype}, which Spurline does not know")
+        size = prod(shape) * _ITEMSIZES[dtype]
+        if start + first != end or last - first != size:
+            raise ValueError(f"{path} is damaged: the place or size of tensor {name} ({dtype} {shape}) can't be right")
+        found[name] = Stored(path, dtype, shape, end)
+        end += size
+    if end != num_bytes:
+        what = "cut off" if end > num_bytes else "damaged"
+        raise ValueError(f"{path} is {what}: it has {num_bytes:,} bytes, and its header tells of {end:,}")
+    return found
+
+
+class _TwinError(Exception):
+    pass
+
+
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        raise _TwinError("a name stands in it twice")
+    return content
+
+
+def _offsets(path: Path, name: str, entry: Any) -> tuple[int, int]:
+    """Where a tensor's bytes begin and end, counted from the end of the header, in a header entry that is sound."""
+    match entry:
+        case {"dtype": str(), "shape": [*shape], "data_offsets": [int(first), int(last)]} if all(
+            type(size) is int and size >= 0 for size in shape
+        ):
+            return first, last
+    raise ValueError(f"{path} is damaged: the header's entry of tensor {name} is not one")
+
+
+def read_into(target: Tensor, stored: Stored, start: int = 0) -> None:
+    """Fill a contiguous tensor on the CPU with the elements of a stored one from element `start` on."""
+    dtype = FLOATS[stored.dtype]
+    if target.dtype != dtype:
+        same = torch.empty_like(target, dtype=dtype)
+        read_into(same, stored, start)
+        target.copy_(same)
+        return
+    view = target.view(-1).view(torch.uint8).numpy().data
+    with open(stored.path, "rb", buffering=0) as file:
+        file.seek(stored.offset + start * dtype.itemsize)
+        while len(view):
+            count = file.readinto(view)  # at most 2 GB in one go
+            if not count:
+                raise ValueError(f"{stored.path} is cut off: it ended while it was read")
+            view = view[count:]
+
+
+def read_whole(stored: Stored) -> Tensor:
+    tensor = torch.empty(stored.shape, dtype=FLOATS[stored.dtype])
+    read_into(tensor, stored)
+    return tensor
+
+
+def write_file(path: Path, entries: list[Entry], tensors: Iterator[Tensor]) -> None:
+    """Write a file of these entries, whose tensors are the next ones of `tensors`."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for entry in entries:
+        offsets = [end, end + entry.num_bytes]
+        header[entry.name] = {"dtype": _NAME_OF[entry.dtype], "shape": list(entry.shape), "data_offsets": offsets}
+        end = offsets[1]
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the tensors' bytes are aligned
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for entry in entries:
+            tensor = next(tensors)
+            assert (tensor.dtype, tuple(tensor.shape)) == (entry.dtype, entry.shape), entry.name
+            file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+            del tensor  # before the next one is made

@@ -1,0 +1,135 @@
+"""What a family says about how Hugging Face stores its models: architectures, names of tensors. Free of torch.
+
+A family's `hf.py` has ARCHITECTURES, the classes of `transformers` it can be read from, and architecture_for(model),
+the one that a model is written as. E experts, F hidden width, D model width.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import reduce
+from math import prod
+from typing import Any, NamedTuple
+
+from spurline.models.common.hf_config import TheirConfig
+
+Shape = tuple[int, ...]
+Names = Mapping[str, str | None]
+"""Our name -> theirs, with {layer} for a block's number and {expert} where our tensor stacks those of all experts.
+
+None: they have no such tensor. Ours is zeros then, and must be when it is written.
+"""
+
+
+class Piece(NamedTuple):
+    """A run of elements of one of their tensors: all of them, or those from `start` on."""
+
+    name: str
+    shape: Shape
+    start: int = 0
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One of our tensors, made of pieces of theirs: one after the other, each of the same size."""
+
+    name: str
+    shape: Shape
+    pieces: tuple[Piece, ...]
+
+    @property
+    def piece_size(self) -> int:
+        """Elements in each of the pieces."""
+        return prod(self.shape) // len(self.pieces)
+
+
+ROTARY_FREQUENCIES = {
+    r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq": "rotary frequencies, which follow from the config"
+}
+
+
+def _only_rotary_frequencies(their_config: Mapping[str, Any], present: Collection[str]) -> dict[str, str]:
+    return ROTARY_FREQUENCIES
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A class of `transformers`, and how its models become ours and ours become its."""
+
+    name: str
+    model_type: str
+    read: Callable[[TheirConfig], Any]
+    """Their config -> our model config; what it can't express is added to the problems of their config."""
+    obstacles: Callable[[Any], list[str]]
+    """Why a model of ours can't be written as this architecture, a sentence each; empty when it can."""
+    write: Callable[[Any], dict[str, Any]]
+    """Our model config -> theirs, all that changes the computation."""
+    names: Names
+    harmless: Callable[[Mapping[str, Any], Collection[str]], dict[str, str]] = _only_rotary_frequencies
+    """Their config and names -> tensors that may be left out: a pattern of their names, and what they are."""
+
+    def slots(self, shapes: Mapping[str, Shape], present: Collection[str] = ()) -> list[Slot]:
+        """How the tensors of our model, by name, are stored; where `present` has fused experts, they are the source."""
+        return [_slot(name, shape, self.names, present) for name, shape in shapes.items()]
+
+
+DECODER_NAMES: dict[str, str | None] = {
+    "embedding.weight": "model.embed_tokens.weight",
+    "layers.{layer}.attention_norm.weight": "model.layers.{layer}.input_layernorm.weight",
+    "layers.{layer}.ffn_norm.weight": "model.layers.{layer}.post_attention_layernorm.weight",
+    "layers.{layer}.feed_forward.w1.weight": "model.layers.{layer}.mlp.gate_proj.weight",
+    "layers.{layer}.feed_forward.w3.weight": "model.layers.{layer}.mlp.up_proj.weight",
+    "layers.{layer}.feed_forward.w2.weight": "model.layers.{layer}.mlp.down_proj.weight",
+    "norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+GROUPED_QUERY_NAMES: dict[str, str | None] = {
+    "layers.{layer}.attention.wq.weight": "model.layers.{layer}.self_attn.q_proj.weight",
+    "layers.{layer}.attention.wk.weight": "model.layers.{layer}.self_attn.k_proj.weight",
+    "layers.{layer}.attention.wv.weight": "model.layers.{layer}.self_attn.v_proj.weight",
+    "layers.{layer}.attention.wo.weight": "model.layers.{layer}.self_attn.o_proj.weight",
+}
+EXPERT_NAMES: dict[str, str | None] = {
+    "layers.{layer}.moe.router.gate_ED": "model.layers.{layer}.mlp.gate.weight",
+    "layers.{layer}.moe.router.expert_bias_E": None,
+    "layers.{layer}.moe.experts.w1_EFD": "model.layers.{layer}.mlp.experts.{expert}.gate_proj.weight",
+    "layers.{layer}.moe.experts.w3_EFD": "model.layers.{layer}.mlp.experts.{expert}.up_proj.weight",
+    "layers.{layer}.moe.experts.w2_EDF": "model.layers.{layer}.mlp.experts.{expert}.down_proj.weight",
+}
+# `transformers` can also save all experts of a layer as they are in its memory: gate and up as one (E, 2F, D), down as
+# (E, D, F). Which part of how many of the fused tensor's rows is ours:
+_FUSED = {
+    "gate_proj": ("model.layers.{layer}.mlp.experts.gate_up_proj", 0, 2),
+    "up_proj": ("model.layers.{layer}.mlp.experts.gate_up_proj", 1, 2),
+    "down_proj": ("model.layers.{layer}.mlp.experts.down_proj", 0, 1),
+}
+
+
+def _slot(name: str, shape: Shape, names: Names, present: Collection[str]) -> Slot:
+    layer = match[1] if (match := re.match(r"layers\.(\d+)\.", name)) else ""
+    theirs = names[name.replace(f"layers.{layer}.", "layers.{layer}.", 1) if layer else name]
+    if theirs is None:
+        return Slot(name, shape, ())
+    if "{expert}" not in theirs:
+        return Slot(name, shape, (Piece(theirs.format(layer=layer), shape),))
+    num_experts, num_rows, num_columns = shape
+    fused, part, num_parts = _FUSED[theirs.split(".")[-2]]
+    if (fused := fused.format(layer=layer)) in present:
+        fused_shape = num_experts, num_parts * num_rows, num_columns
+        size = num_rows * num_columns
+        starts = [(expert * num_parts + part) * size for expert in range(num_experts)]
+        return Slot(name, shape, tuple(Piece(fused, fused_shape, start) for start in starts))
+    experts = [theirs.format(layer=layer, expert=expert) for expert in range(num_experts)]
+    return Slot(name, shape, tuple(Piece(expert, shape[1:]) for expert in experts))
+
+
+def unlike(model: Any, only: Mapping[str, Any], architecture: str) -> list[str]:
+    """A sentence for each dotted field of `model` that isn't the one value the architecture can express."""
+    values = {name: reduce(getattr, name.split("."), model) for name in only}
+    return [
+        f"model.{name} is {values[name]!r}, and {architecture} can only be {value!r}"
+        for name, value in only.items()
+        if values[name] != value
+    ]

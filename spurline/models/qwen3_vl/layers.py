@@ -1,0 +1,62 @@
+"""What vision layers have and text layers don't: biases, and norms that also shift."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from spurline.models.common.init import INIT_STD, fill_truncated_normal
+from spurline.models.common.linear import Linear
+from spurline.parallel.local import local
+
+
+class BiasedLinear(Linear):
+    """Matrix product with a bias: (..., in_dim) -> (..., out_dim)."""
+
+    def __init__(self, in_dim: int, out_dim: int, std: float = INIT_STD) -> None:
+        super().__init__(in_dim, out_dim, std)
+        self.bias = nn.Parameter(torch.zeros(out_dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, local(self.weight).to(x.dtype), local(self.bias).to(x.dtype))
+
+    def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator | None) -> None:
+        if name == "bias":
+            tensor.zero_()
+        else:
+            super().init_parameter(name, tensor, generator)
+
+
+class LayerNorm(nn.Module):
+    """Shift each row to a mean of zero, scale it to a variance of one, then a learned scale and shift."""
+
+    def __init__(self, dim: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.dim = dim
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.bias = nn.Parameter(torch.zeros(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., dim) -> (..., dim), computed in at least float32."""
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        weight, bias = local(self.weight).to(dtype), local(self.bias).to(dtype)
+        return F.layer_norm(x.to(dtype), (self.dim,), weight, bias, self.eps).to(x.dtype)
+
+    def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator | None) -> None:
+        tensor.fill_(1.0 if name == "weight" else 0.0)
+
+
+class PositionTable(nn.Module):
+    """Learned vectors on a square of side x side points, read between the points: (N, 4) and (N, 4) -> (N, dim)."""
+
+    def __init__(self, side: int, dim: int) -> None:
+        super().__init__()
+        self.side = side
+        self.weight = nn.Parameter(torch.empty(side * side, dim))
+
+    def forward(self, point_N4: Tensor, share_N4: Tensor) -> Tensor:
+        """The weighted sum of four points of the table."""
+        return (F.embedding(point_N4, local(self.weight)) * share_N4.unsqueeze(-1)).sum(1)
+
+    def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator | None) -> None:
+        fill_truncated_normal(tensor, INIT_STD, generator)

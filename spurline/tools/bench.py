@@ -1,0 +1,135 @@
+"""`spurline bench`: measure the layer and the step, beside peers that are installed. Free of torch until it starts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from spurline.bench.cases import CASES
+from spurline.bench.figures import Figure, missed_targets
+from spurline.tools.console import complain
+from spurline.tools.parsing import described, parse
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PROG = "spurline bench"
+PART_NAMES = ("layers", "bf16", "memory", "sweep")
+DESCRIPTION = """\
+Measure Spurline beside what else is installed: ratios of medians, with candidates
+that take turns in one process. The floor is the experts' matrix products and
+activations on rows that already lie sorted, and nothing else.
+
+examples
+  spurline bench                                        everything, many minutes
+  spurline bench --parts layers --cases small decode --threads 1
+  spurline bench --check                                exit code 1 if a target is missed
+
+parts
+  layers   forward and backward of the layer in float32
+  bf16     the same in bfloat16, and its error
+  memory   what is kept for backward, and how far a process grows
+  sweep    our layer as tokens, experts a token and experts grow
+
+Peers are measured if they are installed: pip install 'spurline[peers]'."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """What `spurline bench` was asked to do."""
+
+    parts: Annotated[tuple[str, ...], described("NAME ...")] = PART_NAMES
+    """Which benchmarks."""
+    cases: Annotated[tuple[str, ...], described("NAME ...")] = tuple(CASES)
+    """Which layers, for those benchmarks that have several."""
+    threads: Annotated[tuple[int, ...], described("N ...")] = (1, 2)
+    """Numbers of threads, each measured by itself."""
+    seconds: Annotated[float, tyro.conf.arg(metavar="S")] = 20.0
+    """How long candidates take turns, for each figure."""
+    check: Annotated[bool, tyro.conf.FlagCreatePairsOff, described()] = False
+    """Compare with the targets; exit code 1 if one is missed."""
+    json: Annotated[str, described("FILE")] = ""
+    """Write all figures to this file."""
+
+    def problems(self) -> list[str]:
+        found = [
+            f"--parts: there is no {name!r}. There are: {', '.join(PART_NAMES)}"
+            for name in self.parts
+            if name not in PART_NAMES
+        ]
+        found += [
+            f"--cases: there is no {name!r}. There are: {', '.join(CASES)}" for name in self.cases if name not in CASES
+        ]
+        found += [f"--threads must be at least 1, got {number}" for number in self.threads if number < 1]
+        if self.seconds <= 0:
+            found.append(f"--seconds must be positive, got {self.seconds}")
+        return found
+
+
+def main(argv: list[str]) -> int:
+    command, problems = parse(Command, Command(), argv, PROG, DESCRIPTION)
+    if problems := problems + command.problems():
+        return complain(PROG, problems)
+    try:
+        return _bench(command)
+    except KeyboardInterrupt:
+        print(f"{PROG}: interrupted", file=sys.stderr)
+        return 130
+
+
+def _bench(command: Command) -> int:
+    from rich.console import Console
+
+    console = Console(soft_wrap=True)
+    figures: list[Figure] = []
+    for group in _measure(command):
+        _show(console, group)
+        figures += group
+        if command.json:
+            Path(command.json).write_text(json.dumps([figure.as_json() for figure in figures], indent=1) + "\n")
+    if not command.check:
+        return 0
+    missed = missed_targets(figures)
+    for line in missed:
+        console.print(f"[red]missed[/red] {line}", highlight=False)
+    console.print(f"{len(missed)} targets missed" if missed else "all targets met", highlight=False)
+    return 1 if missed else 0
+
+
+def _measure(command: Command) -> Iterator[list[Figure]]:
+    """The figures in groups: one benchmark, one case, one quantity."""
+    import torch
+
+    from spurline.bench.parts import PARTS
+
+    for threads in command.threads:
+        torch.set_num_threads(threads)
+        for part in command.parts:
+            group: list[Figure] = []
+            for figure in PARTS[part](threads, command.seconds, list(command.cases)):
+                if group and (figure.case, figure.what) != (group[0].case, group[0].what):
+                    yield group
+                    group = []
+                group.append(figure)
+            if group:
+                yield group
+
+
+def _show(console: Console, figures: list[Figure]) -> None:
+    first = figures[0]
+    threads = f"{first.threads} thread{'s' if first.threads > 1 else ''}"
+    console.print(f"[bold]{first.part}[/bold] {first.case}, {first.what}, {threads}", highlight=False)
+    for figure in figures:
+        parts = [f"  {figure.candidate:<26}{figure.value:>10.4g} {figure.unit:<4}"]
+        parts.append(f"±{figure.spread:>4.0%}" if figure.spread is not None else " " * 5)
+        parts.append(f"{figure.to_floor:>7.3f} x floor" if figure.to_floor is not None else "")
+        parts.append(f"{figure.to_best_peer:>7.3f} x best peer" if figure.to_best_peer is not None else "")
+        console.print(
+            "  ".join(parts).rstrip(), highlight=False, style="bold" if figure.candidate == "spurline" else ""
+        )

@@ -1,0 +1,260 @@
+"""`spurline generate`: a run's model goes on with prompts. Free of torch until the model is loaded."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from spurline import config_io
+from spurline.config import RunConfig
+from spurline.config_io import ConfigError
+from spurline.models.common.sampling import Sampling
+from spurline.tools.console import complain
+from spurline.tools.parsing import described, import_package, parse, split_options
+from spurline.tools.train import raised_by_us
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from spurline.data.tokenizer import Tokenizer
+
+PROG = "spurline generate"
+DESCRIPTION = """\
+Have the model of a run write on after a prompt. RUN is the folder of a run with
+checkpoints, whatever number of ranks has written them.
+
+examples
+  spurline generate outputs/my_run --prompt "def main("
+  spurline generate outputs/my_run --prompt "Once" --prompt "Twice" --temperature 0
+  spurline generate outputs/my_run --prompts-file prompts.txt --json > answers.jsonl
+
+A text ends where the model begins another document, or after --max-tokens. Beyond
+the length of its training sequences the model forgets the first half of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """What `spurline generate` was asked to do."""
+
+    prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, described("TEXT")] = ()
+    """What the text begins with; give it several times for several texts."""
+    prompts_file: Annotated[str, described("FILE")] = ""
+    """A prompt a line, or (*.jsonl) a JSON object a line with its text under "prompt"."""
+    batch_size: Annotated[int, tyro.conf.arg(metavar="N")] = 8
+    """Prompts that the model reads at once."""
+    max_tokens: Annotated[int, tyro.conf.arg(metavar="N")] = 256
+    """The most tokens written after a prompt."""
+    sampling: Annotated[Sampling, tyro.conf.arg(name="")] = field(default_factory=Sampling)
+    seed: Annotated[int, tyro.conf.arg(metavar="N")] = 0
+    """Prompt number i (from 0) draws by this plus i, whatever the other prompts are."""
+    step: Annotated[int | None, described("N")] = None
+    """The checkpoint of this step (default: the newest one)."""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff, described()] = False
+    """Print a JSON object a line: prompt, text, tokens, and finish (boundary or max_tokens)."""
+    no_cache: Annotated[bool, tyro.conf.FlagCreatePairsOff, described()] = False
+    """Read the whole text again for every token: slow, to compare with."""
+    import_: Annotated[str, described("PACKAGE", name="import")] = ""
+    """A Python package of yours to import first, such as one that registers a model family."""
+
+    def problems(self) -> list[str]:
+        found = [
+            f"--{name} must be at least 1, got {getattr(self, name)}"
+            for name in ("batch_size", "max_tokens")
+            if getattr(self, name) < 1
+        ]
+        found += [f"--{problem}" for problem in self.sampling.problems()]
+        if bool(self.prompt) == bool(self.prompts_file):
+            found.append("give either --prompt or --prompts_file")
+        return found
+
+
+def main(argv: list[str]) -> int:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a text may have characters that the terminal has not
+    try:
+        run_folder, command = _understand(argv)
+        prompts = list(command.prompt) or read_prompts(command.prompts_file)
+        if not all(prompts):
+            raise ConfigError(["--prompt: the prompt is empty"])
+        return _generate(run_folder, command, prompts)
+    except ConfigError as error:
+        return complain(PROG, error.problems)
+    except ValueError as error:
+        if not raised_by_us(error):
+            raise
+        return complain(PROG, [str(error)])
+    except OSError as error:
+        return complain(PROG, [f"{error.filename or 'the run folder'}: {error.strerror or error}"])
+    except KeyboardInterrupt:
+        print(f"\n{PROG}: interrupted", file=sys.stderr)
+        return 130
+
+
+def _understand(argv: list[str]) -> tuple[Path, Command]:
+    before, _ = split_options(argv)
+    command, problems = parse(Command, Command(), argv[len(before) :], f"{PROG} RUN", DESCRIPTION)
+    if len(before) != 1:
+        got = f", got {' '.join(map(repr, before))}" if before else ""
+        problems.append(f"the folder of one run comes first, as in {PROG} outputs/my_run --prompt TEXT{got}")
+    if command.import_:
+        problems += import_package(command.import_)
+    if problems := problems + command.problems():
+        raise ConfigError(problems)
+    return Path(before[0]), command
+
+
+def read_prompts(path: str) -> list[str]:
+    """The prompts in a file, without lines that are blank."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError([f"--prompts_file {path}: can't read it: {error.strerror}"]) from None
+    except UnicodeDecodeError:
+        raise ConfigError([f"--prompts_file {path}: not UTF-8 text"]) from None
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not numbered:
+        raise ConfigError([f"--prompts_file {path}: there is no prompt in it"])
+    if not path.endswith(".jsonl"):
+        return [line for _, line in numbered]
+    return [_prompt_of_json(line, f"--prompts_file {path}, line {number}") for number, line in numbered]
+
+
+def _prompt_of_json(line: str, where: str) -> str:
+    try:
+        content = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ConfigError([f"{where}: not JSON: {error.msg}"]) from None
+    prompt = content.get("prompt") if isinstance(content, dict) else None
+    if not isinstance(prompt, str) or not prompt:
+        raise ConfigError([f'{where}: not an object with a text under "prompt"'])
+    return prompt
+
+
+class Text:
+    """A prompt, and what is written after it."""
+
+    def __init__(self, prompt: str, tokenizer: Tokenizer) -> None:
+        self.prompt = prompt
+        self.prompt_ids = [tokenizer.boundary_id, *map(int, tokenizer.encode(prompt))]
+        self.written = ""
+        self.num_tokens = 0
+        self._decoder = tokenizer.decoder()
+        for token in self.prompt_ids:  # a token may read otherwise at the beginning of a text
+            self._decoder.add(token)
+
+    def add(self, token: int) -> str:
+        """Take one more token; returns what can be shown of it, which is never half a character."""
+        self.num_tokens += 1
+        return self._append(self._decoder.add(token))
+
+    def finish(self) -> str:
+        return self._append(self._decoder.finish())
+
+    def _append(self, piece: str) -> str:
+        self.written += piece
+        return piece
+
+
+def _generate(run_folder: Path, command: Command, prompts: list[str]) -> int:
+    if not run_folder.is_dir():
+        raise ConfigError([f"{run_folder}: there is no such folder"])
+    _, _, config = config_io.load(run_folder / "config.json")
+    from spurline.data.tokenizer import tokenizer_for
+
+    tokenizer = tokenizer_for(config.data)
+    texts = [Text(prompt, tokenizer) for prompt in prompts]
+    if problems := _misfits(texts, tokenizer, config):
+        raise ConfigError(problems)
+    model = load_model(run_folder, config, command.step)
+    started = time.perf_counter()
+    _write(texts, model, tokenizer.boundary_id, config.training.seq_len, command)
+    seconds, num_tokens = time.perf_counter() - started, sum(text.num_tokens for text in texts)
+    print(f"{PROG}: {num_tokens} tokens in {seconds:.2f} s, {num_tokens / seconds:.1f} tokens/s", file=sys.stderr)
+    return 0
+
+
+def _misfits(texts: list[Text], tokenizer: Tokenizer, config: RunConfig[Any]) -> list[str]:
+    context, vocab_size = config.training.seq_len, config.model.vocab_size
+    if tokenizer.vocab_size > vocab_size:
+        return [f"the run's tokenizer has {tokenizer.vocab_size} tokens, its model only {vocab_size}"]
+    return [
+        f"prompt {number} is {len(text.prompt_ids)} tokens long with its boundary, more than the model's context of"
+        f" {context} (training.seq_len): shorten it"
+        for number, text in enumerate(texts, 1)
+        if len(text.prompt_ids) > context
+    ]
+
+
+def load_model(run_folder: Path, config: RunConfig[Any], step: int | None) -> nn.Module:
+    """The model of a run as it was at a step, or at its newest checkpoint; on one process, ready to generate."""
+    import torch
+
+    from spurline.device import pick_device
+    from spurline.models.common.linear import Embedding, Linear
+    from spurline.moe.experts import Experts
+    from spurline.moe.layer import SharedExperts
+    from spurline.train.checkpoint import Checkpoints
+
+    checkpoints = Checkpoints(run_folder, config.checkpoint.interval, config.checkpoint.keep_latest_k)
+    step = checkpoints.latest() if step is None else step
+    if step is None:
+        raise ConfigError([f"{checkpoints.folder}: there is no checkpoint; train with --checkpoint.enable"])
+    with torch.device("meta"):
+        model: nn.Module = config.model.build()
+    model.to_empty(device=pick_device())
+    checkpoints.load(step, model, optimizer=None)
+    dtype = getattr(torch, config.training.dtype)
+    model.compute_dtype = dtype
+    for module in model.modules():
+        # They would round their weights to this dtype for each token anew; norms and routers compute with them as is.
+        if isinstance(module, Linear | Embedding | Experts | SharedExperts):
+            module.to(dtype)
+    return model.eval()
+
+
+def _write(texts: list[Text], model: nn.Module, boundary_id: int, context: int, command: Command) -> None:
+    """Have the model write on, and print it: a single text as it comes, others when their batch is done."""
+    from spurline.models.common.generate import stream
+
+    is_live = len(texts) == 1 and not command.json
+    if is_live:
+        _show(texts[0].prompt)
+    for first in range(0, len(texts), command.batch_size):
+        batch = texts[first : first + command.batch_size]
+        for tokens in stream(
+            model,
+            [text.prompt_ids for text in batch],
+            command.max_tokens,
+            sampling=command.sampling,
+            seed=command.seed + first,
+            max_context=context,
+            stop_id=boundary_id,
+            cached=not command.no_cache,
+        ):
+            for text, token in zip(batch, tokens, strict=True):
+                piece = "" if token is None else text.add(token)
+                if is_live:
+                    _show(piece)
+        for number, text in enumerate(batch, first + 1):
+            rest = text.finish()
+            if command.json:
+                finish = "max_tokens" if text.num_tokens == command.max_tokens else "boundary"
+                content = {"prompt": text.prompt, "text": text.written, "tokens": text.num_tokens, "finish": finish}
+                print(json.dumps(content), flush=True)
+            elif is_live:
+                _show(rest + "\n")
+            else:
+                _show(f"--- {number} of {len(texts)}\n{text.prompt}{text.written}\n")
+
+
+def _show(text: str) -> None:
+    from spurline.models.common.generate import printable
+
+    print(printable(text), end="", flush=True)

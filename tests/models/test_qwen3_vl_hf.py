@@ -1,0 +1,161 @@
+"""Qwen3-VL in the form of Hugging Face: read from what `transformers` saves, and written so that it reads it."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from spurline.config_io import ConfigError, load
+from spurline.data.batch import Images, Spot
+from spurline.data.patches import PATCH_DIM
+from spurline.hf.exporting import export_run
+from spurline.hf.families import architecture_for, find_architecture, read_model_config
+from spurline.hf.importing import import_folder
+from spurline.models import family_configs
+from spurline.train.checkpoint import Checkpoints
+
+transformers = pytest.importorskip("transformers")
+transformers.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+
+PICTURE_TOKEN = 150
+TEXT = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "intermediate_size": 48,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5e3, "mrope_section": [2, 2, 2]},
+}
+VISION = {
+    "hidden_size": 24,
+    "depth": 3,
+    "num_heads": 2,
+    "intermediate_size": 40,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0, 2],
+}
+SPOTS = (Spot(0, 2, 4, 6), Spot(1, 9, 2, 4))
+
+
+def make_theirs(tied: bool):
+    torch.manual_seed(0)
+    config = transformers.Qwen3VLConfig(
+        text_config=TEXT, vision_config=VISION, image_token_id=PICTURE_TOKEN, tie_word_embeddings=tied
+    )
+    theirs = transformers.Qwen3VLForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return theirs
+
+
+def make_inputs() -> tuple[Tensor, Images]:
+    generator = torch.Generator().manual_seed(1)
+    tokens_BL = torch.randint(PICTURE_TOKEN, (2, 20), generator=generator)
+    for spot in SPOTS:
+        tokens_BL[spot.row, spot.start : spot.start + spot.num_features] = PICTURE_TOKEN
+    num_patches = sum(spot.num_patches for spot in SPOTS)
+    return tokens_BL, Images(torch.randn(num_patches, PATCH_DIM, generator=generator), SPOTS)
+
+
+def their_logits(theirs) -> Tensor:
+    tokens_BL, images = make_inputs()
+    theirs.config.image_token_id = theirs.model.config.image_token_id = PICTURE_TOKEN
+    return theirs(
+        tokens_BL,
+        pixel_values=images.patches_NC,
+        image_grid_thw=torch.tensor([(1, spot.height, spot.width) for spot in SPOTS]),
+        mm_token_type_ids=(tokens_BL == PICTURE_TOKEN).int(),
+    ).logits
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tied", [False, True])
+def test_model_of_transformers_is_read_and_written_back(tmp_path: Path, tied: bool) -> None:
+    theirs = make_theirs(tied)
+    expected_BLV = their_logits(theirs)
+    theirs.save_pretrained(tmp_path / "theirs")
+    import_folder(tmp_path / "theirs", tmp_path / "run")
+    family, _, config = load(tmp_path / "run" / "config.json")
+    assert family == "qwen3_vl"
+    ours = config.model.build().eval()
+    Checkpoints(tmp_path / "run", interval=1, keep_latest_k=0).load(0, ours, None)
+    tokens_BL, images = make_inputs()
+    torch.testing.assert_close(ours(tokens_BL, images=images), expected_BLV, rtol=0, atol=1e-4)
+
+    export_run(tmp_path / "run", tmp_path / "again")
+    again = transformers.Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "again").eval()
+    assert torch.equal(their_logits(again), expected_BLV)
+
+
+def test_published_config_is_that_of_the_preset() -> None:
+    text = {
+        "model_type": "qwen3_vl_text",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "dtype": "bfloat16",
+        "eos_token_id": 151645,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 2560,
+        "initializer_range": 0.02,
+        "intermediate_size": 9728,
+        "max_position_embeddings": 262144,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+        "rope_theta": 5000000,
+        "tie_word_embeddings": True,
+        "use_cache": True,
+        "vocab_size": 151936,
+    }
+    vision = {
+        "model_type": "qwen3_vl",
+        "deepstack_visual_indexes": [5, 11, 17],
+        "depth": 24,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_size": 1024,
+        "in_channels": 3,
+        "initializer_range": 0.02,
+        "intermediate_size": 4096,
+        "num_heads": 16,
+        "num_position_embeddings": 2304,
+        "out_hidden_size": 2560,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    }
+    theirs = {"architectures": ["Qwen3VLForConditionalGeneration"], "text_config": text, "vision_config": vision}
+    theirs |= {"model_type": "qwen3_vl", "tie_word_embeddings": True, "image_token_id": 151655}
+    model = read_model_config(find_architecture(theirs, "here"), theirs, "here")
+    assert model == family_configs("qwen3_vl")["qwen3_vl_4b"]().model
+
+
+def test_what_is_not_as_published_is_refused() -> None:
+    their_config = make_theirs(False).config.to_dict()
+    their_config["vision_config"] |= {"patch_size": 14, "num_position_embeddings": 17}
+    architecture = find_architecture({"architectures": ["Qwen3VLForConditionalGeneration"]}, "here")
+    with pytest.raises(ConfigError) as error:
+        read_model_config(architecture, their_config, "here")
+    assert "vision_config.patch_size is 14" in str(error.value)
+    assert "num_position_embeddings is 17, which is not a square" in str(error.value)
+
+
+def test_experts_are_not_written() -> None:
+    with pytest.raises(ConfigError, match="with experts"):
+        architecture_for("qwen3_vl", family_configs("qwen3_vl")["qwen3_vl_debugmodel_moe"]().model)
+
+
+def test_yarn_is_not_written() -> None:
+    model = family_configs("qwen3_vl")["qwen3_vl_debugmodel"]().model
+    with pytest.raises(ConfigError, match=r"yarn\.factor"):
+        architecture_for("qwen3_vl", replace(model, yarn=replace(model.yarn, factor=2.0)))
