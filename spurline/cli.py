@@ -14,11 +14,14 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("Train a model, from a preset or from an earlier run's config.json.", "spurline.tools.train:main"),
     "configs": ("List the model families and their presets, with parameter counts.", "spurline.tools.configs:main"),
     "generate": ("Have the model of a run write on after a prompt.", "spurline.tools.generate:main"),
+    "checkpoint": ("List, check, look into and remove the checkpoints of a run.", "spurline.tools.checkpoint:main"),
     "convert": ("Read a Hugging Face model, or write a checkpoint as one.", "spurline.tools.convert:main"),
     "data": ("Prepare data for training, and check what was prepared.", "spurline.tools.data:main"),
     "tokenizer": ("Train a tokenizer, or look at one.", "spurline.tools.tokenizer:main"),
-    "bench": ("Measure the layer and the step, beside peers that are installed.", "spurline.tools.bench:main"),
-    "verify": ("Check that every way to train equals the reference, on local ranks.", "spurline.tools.verify:main"),
+    "report": ("Write one HTML page about one run, or several together.", "spurline.tools.report:main"),
+    "doctor": ("Say what is installed and what works here.", "spurline.tools.doctor:main"),
+    "bench": ("Measure the layer and the step beside installed peers.", "spurline.tools.bench:main"),
+    "verify": ("Check that every way to train equals the reference, on CPU ranks.", "spurline.tools.verify:main"),
 }
 
 HELP = """\

@@ -71,6 +71,8 @@ class Training:
     """Clip the gradient to this norm (0 = off)."""
     threads: int = 0
     """CPU threads a rank (0: torch's choice). Recorded, as it changes the last bits of a sum."""
+    keep_freed_memory: bool = True
+    """Have the C library keep what a step frees for the next one (Linux): faster, with a little more memory."""
 
     def problems(self) -> list[str]:
         found = _at_least(self, steps=1, seq_len=1, local_batch_size=1, max_grad_norm=0, threads=0)
@@ -188,6 +190,10 @@ class Checkpoint:
     """Steps between checkpoints; the last step always writes one."""
     keep_latest_k: int = 3
     """How many checkpoints stay (0 = all)."""
+    keep_best: bool = False
+    """Let the one with the lowest validation loss stay too; each is then validated."""
+    async_mode: Literal["disabled", "async"] = "disabled"
+    """async: only copy the state, and write it while training goes on."""
 
     def problems(self) -> list[str]:
         return _at_least(self, interval=1, keep_latest_k=0)
@@ -246,11 +252,36 @@ class Metrics:
     """How freely the sample is drawn (0: always the likeliest token)."""
     sample_prompt: str = "def "
     """What the sample starts from."""
+    report: bool = True
+    """Write report.html to the run folder at the end: curves, expert loads, samples, in one page."""
+    layer_times: bool = True
+    """Tell apart in each step's time what experts and the exchange of rows take (not of compiled models)."""
+    tensorboard: bool = True
+    """Write event files for TensorBoard too, where it is installed."""
+    wandb: Literal["off", "online", "offline"] = "off"
+    """Send metrics to Weights & Biases; offline keeps them in the run folder for `wandb sync`."""
+    wandb_project: str = "spurline"
+    """Project that Weights & Biases shows the run in."""
 
     def problems(self) -> list[str]:
         return _at_least(
             self, log_interval=1, validation_interval=0, validation_batches=0, sample_tokens=0, sample_temperature=0
         )
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What a few steps spend their time on: a Chrome trace and a table of operations in <run folder>/profile."""
+
+    enable: bool = False
+    """Profile some steps, on the first rank."""
+    first_step: int = 5
+    """The first of them."""
+    steps: int = 3
+    """How many."""
+
+    def problems(self) -> list[str]:
+        return _at_least(self, first_step=1, steps=1)
 
 
 @dataclass(frozen=True)
@@ -288,6 +319,7 @@ class RunConfig(Generic[M]):
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     data: Data = field(default_factory=Data)
     metrics: Metrics = field(default_factory=Metrics)
+    profile: Profile = field(default_factory=Profile)
     debug: Debug = field(default_factory=Debug)
     model: M
 
@@ -302,6 +334,11 @@ class RunConfig(Generic[M]):
                 found.append(f"{section.name}.{problem}" if about_an_option else f"{section.name}: {problem}")
         if self.data.kind == "pictures" and not hasattr(self.model, "vision"):
             found.append("data.kind pictures: this model reads text alone; one that sees is --module qwen3_vl")
+        if self.checkpoint.keep_best and not (self.metrics.validation_batches and self.data.validation_fraction):
+            found.append(
+                "checkpoint.keep_best needs a validation loss: set metrics.validation_batches and"
+                " data.validation_fraction above 0"
+            )
         local, total = self.training.local_batch_size, self.training.global_batch_size
         if local > 0 and total > 0 and total % local:
             found.append(f"training.global_batch_size {total} is not a multiple of training.local_batch_size {local}")

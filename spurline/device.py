@@ -5,6 +5,24 @@ import os
 import torch
 import torch.distributed as dist
 
+# Dense matrix products in bfloat16, operations a second, by what a device calls itself; the first that fits counts.
+_PEAK_BF16_FLOPS = {
+    "GB200": 2.5e15,
+    "B200": 2.25e15,
+    "H200 NVL": 836e12,
+    "H200": 989e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "MI325X": 1307e12,
+    "MI300X": 1307e12,
+    "MI250X": 191.5e12,  # one of its two dies, which is what a process sees
+}
+
 
 def pick_device() -> torch.device:
     """The accelerator of this process if there is one, else the CPU."""
@@ -29,3 +47,11 @@ def peak_memory_bytes(device: torch.device) -> int | None:
     from spurline.train.metrics import peak_memory_bytes as of_process
 
     return of_process()
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """The most operations a second that one device can do in matrix products, where it is known: in bfloat16 alone."""
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for known, peak in _PEAK_BF16_FLOPS.items() if known in name), None)

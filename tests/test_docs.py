@@ -29,23 +29,22 @@ def test_the_python_blocks_run_one_after_the_other(capsys: pytest.CaptureFixture
     assert max(errors.values()) < 1e-5
 
 
-@pytest.mark.parametrize("command", commands())
-def test_the_commands_run(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commands_run_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a folder of their own; those that train, with two steps of a small batch."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "README.md").write_text(README)
     small = ["--training.steps", "2", "--training.local_batch_size", "1", "--training.seq_len", "32"]
     small += ["--metrics.sample_tokens", "4", "--metrics.validation_batches", "1"]
-    arguments = shlex.split(command)[1:]
-    if "--config-file" in arguments:
-        assert main(["train", "--module", "deepseek_v3", "--config", "deepseek_v3_debugmodel", *small]) == 0
-    if arguments[0] == "train" and not {"--help", "--dry-run"} & set(arguments):
-        arguments += small
-    try:
-        code = main(arguments)
-    except SystemExit as exit:  # what --help does
-        code = exit.code
-    assert code == 0
+    assert len(commands()) > 10
+    for command in commands():
+        arguments = shlex.split(command)[1:]
+        if arguments[0] == "train" and not {"--help", "--dry-run"} & set(arguments):
+            arguments += small
+        try:
+            code = main(arguments)
+        except SystemExit as exit:  # what --help does
+            code = exit.code
+        assert code == 0, command
 
 
 def test_files_named_in_the_readme_exist() -> None:

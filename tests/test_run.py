@@ -121,7 +121,9 @@ def assert_same_run(actual, expected):
 
 def test_run_folder_has_every_step_and_a_config_that_loads(train, folder):
     assert train("--metrics.validation_interval", "3").code == 0
-    assert sorted(path.name for path in (folder / "run").iterdir()) == ["config.json", "metrics.jsonl"]
+    assert sorted(path.name for path in (folder / "run").iterdir()) == [
+        *("config.json", "metrics.jsonl", "report.html", "samples.jsonl", "tensorboard"),
+    ]
     module, config_name, config = config_io.load(folder / "run" / "config.json")
     assert (module, config_name) == ("deepseek_v3", "deepseek_v3_debugmodel")
     assert (config.training.steps, config.model.moe.num_experts) == (8, 4)
@@ -133,7 +135,8 @@ def test_run_folder_has_every_step_and_a_config_that_loads(train, folder):
     for record in records:
         assert record.keys() - {"validation_loss"} == {
             *("step", "loss", "balance_loss", "grad_norm", "lr", "expert_load"),
-            *("tokens_per_second", "tokens_seen", "peak_memory_bytes"),
+            *("tokens_per_second", "tokens_seen", "peak_memory_bytes", "flops_per_second"),
+            *("step_time", "data_wait", "step_time_parts", "routing"),
         }
         assert all(record[key] > 0 for key in ("loss", "balance_loss", "grad_norm", "tokens_per_second"))
         assert sum(record["expert_load"]["layers.1.moe"]) == ROWS_A_STEP
@@ -151,7 +154,7 @@ def test_plain_output_tells_how_it_went_and_where_it_is(train):
     assert [" val " in line for line in steps] == [False] * 7 + [True]
     (sample,) = [i for i, line in enumerate(lines) if line.startswith("sample (")]
     assert lines[sample + 1].startswith("ten")
-    assert lines[-1] == "run folder: run"
+    assert lines[-2:] == ["run folder: run", "report: run/report.html"]
 
 
 def test_log_interval_thins_out_the_lines_but_not_the_tokens(train, folder):
@@ -357,4 +360,4 @@ def test_sample_that_the_output_can_not_encode_does_not_spoil_the_run(train, fol
     assert train("--debug.stop_after", "1").code == 0
     written = output.buffer.getvalue().decode("ascii")
     assert "na?ve?\n" in written
-    assert written.endswith("run folder: run\n")
+    assert written.endswith("run folder: run\nreport: run/report.html\n")

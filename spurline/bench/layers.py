@@ -12,6 +12,9 @@ from spurline.bench.cases import Case
 from spurline.bench.floor import Floor
 from spurline.moe import MoE, MoEConfig
 
+_MOST_COPIES = 512
+"""Rows up to which a copy of its expert's weights for each row fits into memory."""
+
 
 @dataclass
 class Candidate:
@@ -57,6 +60,8 @@ def make_contest(case: Case, dtype: torch.dtype = torch.float32, peers: bool = T
     layers: dict[str, nn.Module] = {"spurline": ours}
     if peers and case.routing != "uniform":  # which peers offer for debugging at most
         for name, make in _PEERS.items():
+            if name == "transformers batched_mm" and case.num_rows > _MOST_COPIES:
+                continue
             with contextlib.suppress(ImportError):
                 layers |= {name: make(case, ours).to(dtype)}
     with torch.no_grad():

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import Any
 
 from spurline.config import RunConfig
+from spurline.plugins import register
 
 # A family's configs live at <package>.configs as CONFIGS: config name -> function that returns a RunConfig.
 _FAMILIES: dict[str, str] = {
@@ -20,7 +21,7 @@ _FAMILIES: dict[str, str] = {
 
 def register_family(name: str, package: str) -> None:
     """Make a family of your own known: `package` is an importable package with a `configs` module that has CONFIGS."""
-    _FAMILIES[name] = package
+    register("model family", _FAMILIES, name, package)
 
 
 def family_names() -> list[str]:

@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from spurline.moe.parts import DISPATCHERS, EXPERTS_BACKENDS, ROUTERS
+from spurline.plugins import unknown
+
 _CHOICES = {
     "score_func": ("softmax", "sigmoid"),
     "aux_loss": ("none", "batch", "sequence"),
@@ -41,12 +44,14 @@ class MoEConfig:
     bias_update_rate: float = 0.0
     """Aux-loss-free balance: step of the selection bias (0 = off; 1e-3 is usual)."""
     aux_loss: Literal["none", "batch", "sequence"] = "none"
-    """Balance loss over the whole batch, or over each sequence."""
+    """Balance loss over a batch (what all ranks see in one forward pass), or over each sequence."""
     aux_loss_weight: float = 1e-2
     """Weight of the balance loss."""
     z_loss_weight: float = 0.0
     """Weight of the squared log-sum-exp of the gate logits (0 = off)."""
 
+    router: str = "top_k"
+    """What sends tokens to experts: top_k, or a registered name."""
     experts_backend: str = "auto"
     """How the experts multiply: auto, stream, loop, grouped_mm, bmm, or a registered name."""
     dispatcher: str = "local"
@@ -75,6 +80,9 @@ class MoEConfig:
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             require(value in choices, f"{name} must be one of {', '.join(choices)}, got {value!r}")
+        found += unknown("router", self.router, ROUTERS)
+        found += unknown("experts_backend", self.experts_backend, ["auto", *EXPERTS_BACKENDS])
+        found += unknown("dispatcher", self.dispatcher, DISPATCHERS)
         if found:
             return found
 

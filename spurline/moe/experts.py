@@ -2,7 +2,7 @@
 
 T tokens, R rows, D width, F hidden width, e experts on this rank. A backend is one function from rows, weights and row
 counts to rows; `auto` picks for the device at hand. Where rows have not left their tokens, the experts can take them
-from there and add their output back (`on_tokens`), without a copy of the rows.
+from there and add their output back, without a copy of the rows.
 """
 
 from collections.abc import Callable
@@ -16,6 +16,8 @@ from spurline.moe.dispatch.plan import Plan
 from spurline.moe.ops.grouped import grouped_matmul
 from spurline.moe.ops.stream import stream_experts
 from spurline.moe.packed import PackedWeights
+from spurline.moe.parts import experts_backend
+from spurline.moe.parts import register_experts_backend as register_experts_backend
 from spurline.moe.telemetry import count
 from spurline.parallel.local import local
 
@@ -104,32 +106,26 @@ def equal_count(rows_per_expert: RowCounts) -> int | None:
     return rows_per_expert[0] if len(set(rows_per_expert)) == 1 else None
 
 
-_BACKENDS: dict[str, Backend] = {
-    "loop": loop_experts,
-    "grouped_mm": grouped_mm_experts,
-    "bmm": bmm_experts,
-    "stream": stream_rows,
-}
-
-
-def register_experts_backend(name: str, backend: Backend) -> None:
-    """Make a backend of your own known as MoEConfig.experts_backend = name."""
-    _BACKENDS[name] = backend
-
-
 class Experts(nn.Module):
     def __init__(self, config: MoEConfig, init_std: float = 0.02, output_std: float | None = None) -> None:
         super().__init__()
         E, F_, D = config.num_experts, config.hidden_dim, config.dim
-        if config.experts_backend not in ("auto", *_BACKENDS):
-            known = ", ".join(["auto", *sorted(_BACKENDS)])
-            raise ValueError(f"experts_backend {config.experts_backend!r} is not known; there are: {known}")
         self.backend = config.experts_backend
         self.std = {"w1_EFD": init_std, "w3_EFD": init_std, "w2_EDF": output_std or init_std}
         self.w1_EFD = nn.Parameter(torch.empty(E, F_, D))
         self.w3_EFD = nn.Parameter(torch.empty(E, F_, D))
         self.w2_EDF = nn.Parameter(torch.empty(E, D, F_))
         self.packed = PackedWeights()
+
+    @property
+    def backend(self) -> str:
+        return self._backend
+
+    @backend.setter
+    def backend(self, name: str) -> None:
+        # Found now and not in each call, so that nothing is imported while a graph is traced.
+        self._chosen = None if name == "auto" else experts_backend(name)
+        self._backend = name
 
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator | None) -> None:
         std = self.std[name]
@@ -140,25 +136,32 @@ class Experts(nn.Module):
             self.packed.clear()
         return super().train(mode)
 
-    def forward(self, rows_RD: Tensor, rows_per_expert: RowCounts) -> Tensor:
-        """(R, D), sorted by expert, and the rows of each -> (R, D)."""
+    def forward(
+        self, rows_RD: Tensor, rows_per_expert: RowCounts, plan: Plan | None = None, base_TD: Tensor | None = None
+    ) -> Tensor:
+        """(R, D), sorted by expert, and the rows of each -> (R, D).
+
+        With a plan, tokens instead of rows (see `takes_tokens`), (T, D) -> (T, D): each token's weighted sum over its
+        experts, added onto base_TD if there is one.
+        """
+        if plan is not None:
+            return self._on_tokens(rows_RD, plan, base_TD)
         w1, w3, w2 = self._weights()
         if num_rows := self._packed_rows(rows_per_expert):
             count("experts.packed")
             return self.packed.swiglu(rows_RD, num_rows, w1, w3, w2)
-        backend = _BACKENDS[self.backend] if self.backend != "auto" else choose_backend(rows_RD, rows_per_expert)
+        backend = self._chosen or choose_backend(rows_RD, rows_per_expert)
         if backend is not stream_rows:  # which takes one expert's weights at a time to the dtype it multiplies in
             w1, w3, w2 = (w.to(rows_RD.dtype) for w in (w1, w3, w2))
         return backend(rows_RD, w1, w3, w2, rows_per_expert)
 
     def takes_tokens(self, x_TD: Tensor, plan: Plan) -> bool:
-        """Whether `on_tokens` is the fastest way for this plan: on a CPU, if the rows stay on this rank."""
+        """Whether the experts should take rows from the tokens by themselves: on a CPU, if rows stay on this rank."""
         if plan.steps or x_TD.device.type != "cpu" or self.backend not in ("auto", "stream"):
             return False
         return not self._packed_rows(plan.rows_per_expert)
 
-    def on_tokens(self, x_TD: Tensor, plan: Plan, base_TD: Tensor | None) -> Tensor:
-        """(T, D) -> (T, D): each token's weighted sum over its experts, added onto base_TD if there is one."""
+    def _on_tokens(self, x_TD: Tensor, plan: Plan, base_TD: Tensor | None) -> Tensor:
         count("experts.on_tokens")
         plan.count_weighing()
         before = plan.score_before_experts

@@ -7,11 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import spurline.moe.dispatch.local  # noqa: F401  (registers the local dispatcher)
 from spurline.moe.config import MoEConfig
-from spurline.moe.dispatch.plan import make_dispatcher
 from spurline.moe.experts import Experts
-from spurline.moe.router import Router
+from spurline.moe.parts import make_dispatcher, make_router
 from spurline.parallel.local import local
 from spurline.parallel.sequence_parallel import SequenceParallel
 
@@ -50,7 +48,7 @@ class MoE(nn.Module):
     def __init__(self, config: MoEConfig, init_std: float = 0.02, output_std: float | None = None) -> None:
         super().__init__()
         self.config = config.check()
-        self.router = Router(config, init_std)
+        self.router = make_router(config, init_std)
         self.experts = Experts(config, init_std, output_std)
         self.shared_experts = SharedExperts(config, init_std, output_std) if config.num_shared_experts else None
         self.dispatcher = make_dispatcher(config)
@@ -80,7 +78,7 @@ class MoE(nn.Module):
         plan = self.dispatcher.plan(routing, num_tokens_P)
         shared_TD = None if self.shared_experts is None else self.shared_experts(x_TD)
         if self.experts.takes_tokens(x_TD, plan):
-            return self.experts.on_tokens(x_TD, plan, shared_TD).view(x.shape)
+            return self.experts(x_TD, plan.rows_per_expert, plan, shared_TD).view(x.shape)
         rows_RD = plan.dispatch(x_TD)
         rows_RD = self.experts(rows_RD, plan.rows_per_expert)
         return plan.combine(rows_RD, onto_TD=shared_TD, keep=self._must_survive(x_TD)).view(x.shape)

@@ -77,16 +77,14 @@ class Router(nn.Module):
     def forward(self, x_TD: Tensor, num_sequences: int = 1) -> Routing:
         """(T, D) -> Routing; the tokens are num_sequences sequences of equal length, one after the other."""
         config = self.config
-        # At least fp32: a model in fp64 keeps its precision.
-        dtype = torch.promote_types(x_TD.dtype, torch.float32)
-        logit_TE = F.linear(x_TD.to(dtype), local(self.gate_ED).to(dtype))
+        logit_TE = self.logits(x_TD)
         score_TE = logit_TE.softmax(-1) if config.score_func == "softmax" else logit_TE.sigmoid()
 
         host_count_E = None
         if config.force_load_balance:
             expert_TK, count_E, host_count_E = self._forced_balance(x_TD)
         else:
-            expert_TK = self._choose(score_TE.detach())
+            expert_TK = self.choose(score_TE.detach())
             count_E = count_rows(expert_TK, config.num_experts)
 
         weight_TK = score_TE.gather(1, expert_TK)
@@ -99,7 +97,12 @@ class Router(nn.Module):
             weight_TK = self._with_balance_loss(weight_TK, logit_TE, score_TE, expert_TK, num_sequences)
         return Routing(expert_TK, weight_TK, count_E, host_count_E)
 
-    def _choose(self, score_TE: Tensor) -> Tensor:
+    def logits(self, x_TD: Tensor) -> Tensor:
+        """(T, D) -> (T, E), in at least fp32: a model in fp64 keeps its precision."""
+        dtype = torch.promote_types(x_TD.dtype, torch.float32)
+        return F.linear(x_TD.to(dtype), local(self.gate_ED).to(dtype))
+
+    def choose(self, score_TE: Tensor) -> Tensor:
         """The K best experts of each token by biased score, lower id first among equals."""
         biased_TE = score_TE + self.expert_bias_E
         if self.config.num_groups > 1:

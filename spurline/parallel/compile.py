@@ -1,12 +1,13 @@
 """Compile a model block by block, and functions beside it."""
 
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 
 from spurline.parallel.blocks import blocks_of
+from spurline.parallel.remat import FullRecomputation
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -21,8 +22,11 @@ def apply_compile(model: nn.Module, backend: str = "inductor", fullgraph: bool =
     """Compile each block of the model in place, as one graph; calling it again changes nothing."""
     _check_backend(backend)
     for block in blocks_of(model):
-        if block._compiled_call_impl is None:
-            block.compile(backend=backend, fullgraph=fullgraph, recompile_limit=_RECOMPILE_LIMIT)
+        options: dict[str, Any] = {"backend": backend, "fullgraph": fullgraph, "recompile_limit": _RECOMPILE_LIMIT}
+        if isinstance(forward := block.__dict__.get("forward"), FullRecomputation):
+            forward.compile(**options)
+        elif block._compiled_call_impl is None:
+            block.compile(**options)
 
 
 def compile_function(function: Callable[P, R], backend: str = "inductor") -> Callable[P, R]:

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from spurline.moe.config import MoEConfig
-from spurline.moe.dispatch.all_to_all import AllToAllDispatcher
+from spurline.moe.dispatch.plan import ExpertRanks, spread_over
 from spurline.moe.layer import MoE
 from spurline.parallel.collectives import sum_gradient
 from spurline.parallel.sequence_parallel import SequenceParallel
@@ -42,12 +42,11 @@ def parallelize_moe(
     group, parts = _expert_group(ep_mesh)
     sequence_group = _group_of(sequence, "sequence") if sequence is not None else None
     _refuse_impossible(moe.config, group.size() // parts, parts, group, sequence_group)
+    dispatcher = spread_over(ExpertRanks(group, layer, parts, same_num_tokens), moe.dispatcher, moe.config.dispatcher)
     everyone = _same_on_all_ranks(moe, group, sequence_group, layer)
 
     shard_experts(moe, ep_mesh)
-    moe.dispatcher = AllToAllDispatcher(
-        moe.config, group, layer, parts_per_expert=parts, same_num_tokens=same_num_tokens
-    )
+    moe.dispatcher = dispatcher
     if sequence_group is not None:
         moe.sequence = SequenceParallel(sequence_group, [rank["sequence_rank"] for rank in everyone])
     moe.router.balance_group = sequence_group if moe.config.aux_loss == "sequence" else group

@@ -4,6 +4,7 @@
 again: see `_choose`. In both, statistics count once: `spurline.moe.ops.record` is not fooled by recomputation.
 """
 
+from collections.abc import Callable
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -61,27 +62,42 @@ def apply_remat(model: nn.Module, mode: str) -> None:
 
     Names of modules and parameters stay as they are. Of several calls, the last one holds.
     """
-    if mode not in ("none", *_FORWARD):
-        raise ValueError(f"activation_checkpoint.mode must be none, {' or '.join(_FORWARD)}, got {mode!r}")
+    if mode not in ("none", "full", "selective"):
+        raise ValueError(f"activation_checkpoint.mode must be none, full or selective, got {mode!r}")
     # What a block changes in Python (it frees weights packed for evaluation) need not be done a second time.
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     SAC_IGNORED_OPS.update(_MARKS)
     for block in blocks_of(model):
         block.__dict__.pop("forward", None)
-        if mode != "none":
-            block.forward = MethodType(_FORWARD[mode], block)
+        if mode == "full":
+            block.forward = FullRecomputation(block)
+        elif mode == "selective":
+            block.forward = MethodType(_forward_with_selective_recomputation, block)
 
 
-def _forward_with_full_recomputation(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return checkpoint(type(block).forward, block, *args, use_reentrant=False, **kwargs)
+class FullRecomputation:
+    """A block's forward that keeps its inputs alone.
+
+    What is compiled is `compute`, inside of it: a graph that held the recomputation as well would have to keep meshes
+    of DTensors for its backward pass, which torch 2.13 fails at.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        self.compute: Callable[..., Any] = MethodType(type(block).forward, block)
+        self.is_compiled = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(self.compute, *args, use_reentrant=False, **kwargs)
+
+    def compile(self, **options: Any) -> None:
+        """Once: a second call changes nothing."""
+        if not self.is_compiled:
+            self.compute, self.is_compiled = torch.compile(self.compute, **options), True
 
 
 def _forward_with_selective_recomputation(block: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     contexts = partial(_selective_contexts, int(x.shape[-1]))
     return checkpoint(type(block).forward, block, x, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-
-
-_FORWARD = {"full": _forward_with_full_recomputation, "selective": _forward_with_selective_recomputation}
 
 
 def _selective_contexts(width: int) -> Any:

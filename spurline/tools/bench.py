@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 PROG = "spurline bench"
-PART_NAMES = ("layers", "bf16", "memory", "sweep")
+PART_NAMES = ("layers", "bf16", "memory", "sweep", "ranks", "step")
 DESCRIPTION = """\
 Measure Spurline beside what else is installed: ratios of medians, with candidates
 that take turns in one process. The floor is the experts' matrix products and
@@ -36,6 +36,8 @@ parts
   bf16     the same in bfloat16, and its error
   memory   what is kept for backward, and how far a process grows
   sweep    our layer as tokens, experts a token and experts grow
+  ranks    expert-parallel steps on 2 and 4 local ranks
+  step     a training step of the debug models
 
 Peers are measured if they are installed: pip install 'spurline[peers]'."""
 

@@ -13,7 +13,7 @@ import tyro
 from spurline.config_io import not_among
 from spurline.models import family_configs, family_names
 from spurline.tools.console import complain, human
-from spurline.tools.parsing import described, import_package, parse
+from spurline.tools.parsing import UserPackage, described, load_user_code, parse
 
 PROG = "spurline configs"
 DESCRIPTION = """\
@@ -28,14 +28,13 @@ class Listing:
     """List this model family only."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff, described()] = False
     """Print JSON, with the exact numbers of parameters."""
-    import_: Annotated[str, described("PACKAGE", name="import")] = ""
-    """A Python package of yours to import first, such as one that registers a model family."""
+    import_: UserPackage = ""
 
 
 def main(argv: list[str]) -> int:
-    listing, problems = parse(Listing, Listing(), argv, PROG, DESCRIPTION)
-    if listing.import_:
-        problems += import_package(listing.import_)
+    problems = load_user_code(argv)
+    listing, not_understood = parse(Listing, Listing(), argv, PROG, DESCRIPTION)
+    problems += not_understood
     if listing.module:
         problems += not_among("--module", listing.module, family_names())
     if problems:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from spurline.config_io import ConfigError, did_you_mean
 from spurline.tools.console import complain
-from spurline.tools.parsing import described, import_package, parse, split_options
+from spurline.tools.parsing import UserPackage, described, load_user_code, parse, split_options
 from spurline.tools.train import raised_by_us
 
 PROG = "spurline convert"
@@ -54,8 +54,7 @@ class Conversion:
     """Type of the written weights: as they are, or rounded. The selection bias of experts always stays as it is."""
     verify: Annotated[bool, tyro.conf.FlagCreatePairsOff, described()] = False
     """Compare the logits with those of transformers first; needs that package, and both models in memory."""
-    import_: Annotated[str, described("PACKAGE", name="import")] = ""
-    """A Python package of yours to import first, such as one that registers a model family."""
+    import_: UserPackage = ""
 
 
 @dataclass(frozen=True)
@@ -81,11 +80,11 @@ def main(argv: list[str]) -> int:
     default, description, first = _DIRECTIONS[argv[0]]
     prog = f"{PROG} {argv[0]}"
     folders, options = _without_folders(argv[1:])
-    command, problems = parse(type(default), default, options, f"{prog} {first} OUT", description)
+    problems = load_user_code(options)
+    command, not_understood = parse(type(default), default, options, f"{prog} {first} OUT", description)
+    problems += not_understood
     if len(folders) != 2:
         problems.append(f"it takes two folders, {first} and OUT, got {' '.join(folders) or 'none'}")
-    if command.import_:
-        problems += import_package(command.import_)
     if isinstance(command, ToHF) and not _num_bytes(command.max_shard_size):
         problems.append(f"--max_shard_size: {command.max_shard_size!r} is not a size such as 5GB or 500MB")
     if problems:

@@ -17,7 +17,7 @@ from spurline.config import RunConfig
 from spurline.config_io import ConfigError
 from spurline.models.common.sampling import Sampling
 from spurline.tools.console import complain
-from spurline.tools.parsing import described, import_package, parse, split_options
+from spurline.tools.parsing import UserPackage, described, load_user_code, parse, split_options
 from spurline.tools.train import raised_by_us
 
 if TYPE_CHECKING:
@@ -60,8 +60,7 @@ class Command:
     """Print a JSON object a line: prompt, text, tokens, and finish (boundary or max_tokens)."""
     no_cache: Annotated[bool, tyro.conf.FlagCreatePairsOff, described()] = False
     """Read the whole text again for every token: slow, to compare with."""
-    import_: Annotated[str, described("PACKAGE", name="import")] = ""
-    """A Python package of yours to import first, such as one that registers a model family."""
+    import_: UserPackage = ""
 
     def problems(self) -> list[str]:
         found = [
@@ -98,13 +97,13 @@ def main(argv: list[str]) -> int:
 
 
 def _understand(argv: list[str]) -> tuple[Path, Command]:
+    problems = load_user_code(argv)
     before, _ = split_options(argv)
-    command, problems = parse(Command, Command(), argv[len(before) :], f"{PROG} RUN", DESCRIPTION)
+    command, not_understood = parse(Command, Command(), argv[len(before) :], f"{PROG} RUN", DESCRIPTION)
+    problems += not_understood
     if len(before) != 1:
         got = f", got {' '.join(map(repr, before))}" if before else ""
         problems.append(f"the folder of one run comes first, as in {PROG} outputs/my_run --prompt TEXT{got}")
-    if command.import_:
-        problems += import_package(command.import_)
     if problems := problems + command.problems():
         raise ConfigError(problems)
     return Path(before[0]), command

@@ -14,7 +14,7 @@ from spurline.config_io import ConfigError, load, preset_problems
 from spurline.data import check_data
 from spurline.models import family_configs
 from spurline.parallel.degrees import degree_problems
-from spurline.tools.parsing import described, import_package, parse, split_options, wants_help
+from spurline.tools.parsing import UserPackage, described, load_user_code, parse, split_options, wants_help
 
 PROG = "spurline train"
 R = TypeVar("R", bound=RunConfig[Any])
@@ -32,8 +32,7 @@ class Command(Generic[R]):
     """Start from the config.json of an earlier run instead of a preset."""
     dry_run: Annotated[bool, tyro.conf.FlagCreatePairsOff, described()] = False
     """Show the resolved config, its parameters and its FLOPs, and stop."""
-    import_: Annotated[str, described("PACKAGE", name="import")] = ""
-    """A Python package of yours to import first, such as one that registers a model family."""
+    import_: UserPackage = ""
     run_config: Annotated[R, tyro.conf.arg(name="")]
 
 
@@ -49,7 +48,7 @@ def resolve(argv: list[str]) -> Command[Any]:
     """The command that `argv` describes, sound in every part; a ConfigError lists all that is wrong with it."""
     before, given = split_options(argv)
     named = {option.name: option.values[0] for option in given if option.values}
-    problems = import_package(named["import"]) if named.get("import") else []
+    problems = load_user_code(argv)
     start, not_found = _starting_point(named)
     problems += not_found
     says_which = "config_file" in named or {"module", "config"} <= named.keys()

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 import io
-import os
-import sys
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, TypeVar, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
 
 import tyro
 
 from spurline.config_io import expected
+from spurline.plugins import load_plugins
 
 T = TypeVar("T")
 
@@ -76,15 +74,22 @@ def parse(cls: type[T], default: T, argv: list[str], prog: str, description: str
     return tyro.cli(cls, default=default, args=sound, **settings), problems
 
 
-def import_package(name: str) -> list[str]:
-    """Import a user's package, which may lie in the working directory, so that it can register what it brings."""
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        importlib.import_module(name)
-    except ImportError as error:
-        return [f"--import {name}: {error}"]
-    return []
+UserPackage = Annotated[
+    str,
+    tyro.conf.arg(
+        name="import",
+        metavar="PACKAGE",
+        help="A Python package of yours to import first: it registers what it brings, such as a model family.",
+        help_behavior_hint="",
+    ),
+]
+"""The type of the option --import, for `import_: UserPackage = ""` in a command's options."""
+
+
+def load_user_code(argv: list[str]) -> list[str]:
+    """Load installed plug-ins and what --import names, before anything else is understood; returns what went wrong."""
+    packages = [option.values[0] for option in split_options(argv)[1] if option.name == "import" and option.values]
+    return load_plugins(packages[-1] if packages else "")
 
 
 def option_types(section: Any, prefix: str = "") -> dict[str, Any]:

@@ -38,7 +38,7 @@ def run_subcommand(prog: str, subcommands: dict[str, Subcommand], argv: list[str
         choices = ", ".join(subcommands)
         return complain(prog, [f"there is no {argv[0]!r}{did_you_mean(argv[0], subcommands)} Choose from: {choices}"])
     prog, subcommand = f"{prog} {argv[0]}", subcommands[argv[0]]
-    arguments, rest = _take_arguments(argv[1:], subcommand.options)
+    arguments, rest = take_arguments(argv[1:], subcommand.options)
     shown = f"{prog} {subcommand.argument}" if wants_help(rest) else prog
     options, problems = parse(type(subcommand.options), subcommand.options, rest, shown, subcommand.description)
     if not arguments:
@@ -66,7 +66,7 @@ def _help(prog: str, subcommands: dict[str, Subcommand]) -> str:
     return "\n".join([*lines, "", f"`{prog} COMMAND --help` explains a command."])
 
 
-def _take_arguments(argv: list[str], options: Any) -> tuple[list[str], list[str]]:
+def take_arguments(argv: list[str], options: Any) -> tuple[list[str], list[str]]:
     """What is no option nor the value of one, wherever it stands; and the options with their values."""
     types = option_types(options)
     arguments, given = split_options([token for token in argv if token != "-h"])

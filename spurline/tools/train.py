@@ -32,7 +32,12 @@ def main(argv: list[str]) -> int:
     try:
         from spurline.train.trainer import train  # torch takes seconds to load, so it comes last
 
-        train(command.module, command.config, run_config)
+        folder = train(command.module, command.config, run_config)
+        is_first = os.environ.get("RANK", "0") == "0"
+        if is_first and run_config.metrics.report and (folder / "metrics.jsonl").is_file():
+            from spurline.tools.report import write_report
+
+            print(f"report: {write_report([str(folder)])}")
     except ValueError as error:
         if not raised_by_us(error):
             raise

@@ -20,7 +20,7 @@ from spurline.testing.verification.matrix import QUICK, full_cells
 from spurline.testing.verification.run import TOLERANCES, Outcome, Verifier, beyond_tolerance
 from spurline.tools.console import complain, human
 from spurline.tools.options import UnknownModel
-from spurline.tools.parsing import described, import_package, parse, split_options
+from spurline.tools.parsing import UserPackage, described, load_user_code, parse, split_options
 
 PROG = "spurline verify"
 DESCRIPTION = """\
@@ -56,8 +56,7 @@ class Command(Generic[M]):
     """Only cells on these numbers of ranks."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff, described()] = False
     """Print JSON instead of a table, when all cells are done."""
-    import_: Annotated[str, described("PACKAGE", name="import")] = ""
-    """A Python package of yours to import first, here and on every rank."""
+    import_: UserPackage = ""
     model: M
 
 
@@ -95,7 +94,7 @@ def _understand(argv: list[str]) -> tuple[Command[Any], set[str], list[str]]:
     """The command, the MoE options that are given with its model, and what is wrong with it."""
     before, options = split_options(argv)
     named = {option.name: option.values[0] for option in options if option.values}
-    problems = import_package(named["import"]) if named.get("import") else []
+    problems = load_user_code(argv)
     model: Any = TINY_MODEL
     given = {option.name.removeprefix("model.moe.").removeprefix("no_") for option in options}
     if "module" in named or "config" in named:

@@ -9,9 +9,19 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
+
+from spurline.config import Metrics
+
+
+class Writer(Protocol):
+    """Anything that takes lines of metrics."""
+
+    def write(self, record: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class MetricsWriter:
@@ -48,6 +58,51 @@ class MetricsWriter:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+class AllWriters:
+    """Hands each line to several writers; metrics.jsonl comes first, so that it has what another one trips over."""
+
+    def __init__(self, writers: list[Writer]) -> None:
+        self._writers = writers
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        for writer in self._writers:
+            writer.write(record)
+
+    def __enter__(self) -> AllWriters:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        with ExitStack() as all_of_them:
+            for writer in self._writers:
+                all_of_them.enter_context(closing(writer))
+
+
+def open_writers(
+    folder: str | os.PathLike[str],
+    metrics: Metrics,
+    run_config: Mapping[str, Any],
+    resume_from_step: int | None = None,
+    enabled: bool = True,
+) -> AllWriters:
+    """Those that `metrics` asks for, for the run in `folder`; none on ranks that don't write (enabled=False).
+
+    TensorBoard is left out where it isn't installed. `run_config` is what W&B shows as the config.
+    """
+    if not enabled:
+        return AllWriters([])
+    writers: list[Writer] = []
+    if metrics.wandb != "off":  # first, as this is the one that may be refused
+        from spurline.train.wandb import WandbWriter
+
+        writers.append(WandbWriter(folder, metrics.wandb, metrics.wandb_project, run_config, resume_from_step))
+    if metrics.tensorboard:
+        from spurline.train import tensorboard
+
+        if tensorboard.is_installed():
+            writers.insert(0, tensorboard.TensorBoardWriter(folder, resume_from_step))
+    return AllWriters([MetricsWriter(folder, resume_from_step), *writers])
 
 
 def _to_json(value: Any) -> Any:

@@ -5,10 +5,12 @@ B sequences of L tokens in a micro-batch; G sequences in a step.
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from contextlib import closing, nullcontext
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +26,21 @@ from spurline.models.common.generate import generate, printable
 from spurline.models.common.init import initialize
 from spurline.models.common.sampling import Sampling
 from spurline.moe.balance import set_token_weight, take_balance_loss, update_expert_bias
-from spurline.moe.telemetry import routing_statistics
 from spurline.parallel.compile import compile_function
 from spurline.parallel.fsdp import splits_experts_from_blocks
 from spurline.parallel.model import parallelize_model
 from spurline.parallel.world import World, joined_world
+from spurline.train.allocator import keep_freed_memory
 from spurline.train.captions import write_captions
 from spurline.train.checkpoint import Checkpoints
 from spurline.train.loss import count_real_tokens, make_loss_sum
-from spurline.train.metrics import MetricsWriter, Throughput
+from spurline.train.metrics import AllWriters, Throughput, open_writers
 from spurline.train.optimizer import build_optimizer, clip_gradients, learning_rate, set_learning_rate
+from spurline.train.profiling import StepProfiler
 from spurline.train.progress import Progress
+from spurline.train.stop_signal import StopSignal
+from spurline.train.timing import StepTimer, watch_layers
+from spurline.train.vitals import Vitals
 
 
 @dataclass
@@ -47,6 +53,7 @@ class Trainer:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     loss_sum: Callable[[Tensor, Tensor], Tensor]
+    timer: StepTimer = field(default_factory=StepTimer)
 
     @property
     def device(self) -> torch.device:
@@ -65,23 +72,28 @@ class Trainer:
         lr = learning_rate(step, config.training.steps, config.optimizer.lr, config.lr_scheduler)
         set_learning_rate(self.optimizer, lr)
 
-        micro_batches = self.micro_batches(step)
+        with self.timer.phase("data"):
+            micro_batches = self.micro_batches(step)
         num_tokens = self.count_tokens(batch.labels_BL for batch in micro_batches)
         # Every token of the step weighs the same, in the language loss as in the balance losses.
         set_token_weight(self.model, 1 / num_tokens)
         total_loss = torch.zeros((), device=self.device)
         for batch in micro_batches:
-            loss = self.loss_sum(self.model(batch.tokens_BL, **batch.extras), batch.labels_BL) / num_tokens
-            loss.backward()
+            with self.timer.phase("forward"):
+                loss = self.loss_of(batch) / num_tokens
+            with self.timer.phase("backward"):
+                loss.backward()
             total_loss += loss.detach()
 
         total_loss = self.world.sum_over_data(total_loss)
-        grad_norm = clip_gradients(self.model.parameters(), config.training.max_grad_norm, self.world.group)
-        if not torch.isfinite(total_loss + grad_norm):
-            raise diverged(config, step, f"the loss is {total_loss.item()} and the gradient norm {grad_norm.item()}")
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        count_by_layer = update_expert_bias(self.model, self.world.group)
+        with self.timer.phase("optimizer"):
+            grad_norm = clip_gradients(self.model.parameters(), config.training.max_grad_norm, self.world.group)
+            if not torch.isfinite(total_loss + grad_norm):
+                what = f"the loss is {total_loss.item()} and the gradient norm {grad_norm.item()}"
+                raise diverged(config, step, what)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            count_by_layer = update_expert_bias(self.model, self.world.group)
         balance_loss = take_balance_loss(self.model)
         return {
             "step": step,
@@ -92,6 +104,10 @@ class Trainer:
             "num_tokens": num_tokens,
             "expert_load": {name: count_E.tolist() for name, count_E in count_by_layer.items()},
         }
+
+    def loss_of(self, batch: Batch) -> Tensor:
+        """The loss of a micro-batch, summed over its real tokens."""
+        return self.model(batch.tokens_BL, labels_BL=batch.labels_BL, loss_sum=self.loss_sum, **batch.extras)
 
     def micro_batches(self, step: int) -> list[Batch]:
         """This rank's sequences of the step."""
@@ -118,7 +134,7 @@ class Trainer:
         size = self.config.training.local_batch_size * world.data_size
         for whole in self.data.validation.batches(size, metrics.validation_batches):
             batch = share(whole, world.data_rank, world.data_size).to(self.device)
-            total += self.loss_sum(self.model(batch.tokens_BL, **batch.extras), batch.labels_BL)
+            total += self.loss_of(batch)
             num_tokens += self.count_tokens([batch.labels_BL])
         self.model.train()
         return self.world.sum_over_data(total).item() / num_tokens
@@ -173,7 +189,10 @@ def make_trainer(config: RunConfig[Any], world: World | None = None, data: DataS
     loss_sum = make_loss_sum(model.tp)
     if compile_.enable and "loss" in compile_.parts:
         loss_sum = compile_function(loss_sum, compile_.backend)
-    return Trainer(config, world, data, model, build_optimizer(model, config.optimizer), loss_sum)
+    timer = StepTimer(world.device)
+    if config.metrics.layer_times and not (compile_.enable and "model" in compile_.parts):
+        watch_layers(model, timer)
+    return Trainer(config, world, data, model, build_optimizer(model, config.optimizer), loss_sum, timer)
 
 
 def open_data_for_model(config: RunConfig[Any]) -> DataSets:
@@ -189,6 +208,7 @@ def open_data_for_model(config: RunConfig[Any]) -> DataSets:
 def train(module: str, config_name: str, config: RunConfig[Any]) -> Path:
     """Run the whole job and return its folder: config.json, metrics.jsonl and, if asked for, checkpoints."""
     folder = Path(config.job.dump_folder)
+    keeps_memory = config.training.keep_freed_memory and keep_freed_memory()
     with (
         joined_world(config.parallelism) as world,
         Progress(config.training.steps, enabled=world.is_first) as progress,
@@ -197,17 +217,23 @@ def train(module: str, config_name: str, config: RunConfig[Any]) -> Path:
         if world.is_first:
             make_folder(folder)
         world.wait_for_all()
-        checkpoints = Checkpoints(folder, config.checkpoint.interval, config.checkpoint.keep_latest_k)
+        checkpoints = open_checkpoints(folder, config, progress.log)
         done_steps, tokens_seen = resume(trainer, checkpoints) if config.checkpoint.enable else (0, 0)
-        describe(progress, config_name, trainer, done_steps)
+        describe(progress, config_name, trainer, done_steps, keeps_memory)
         if world.is_first:
             config_io.save(folder / "config.json", module, config_name, config)
-        with MetricsWriter(folder, resume_from_step=done_steps or None, enabled=world.is_first) as metrics:
-            run_steps(trainer, checkpoints, metrics, progress, done_steps, tokens_seen)
-        if config.metrics.sample_tokens:
+        with (
+            open_writers(folder, config.metrics, asdict(config), done_steps or None, world.is_first) as metrics,
+            closing(checkpoints),
+            StopSignal() as stop,
+        ):
+            finished = run_steps(trainer, checkpoints, metrics, progress, done_steps, tokens_seen, stop)
+        if config.metrics.sample_tokens and finished:
             started = time.perf_counter()
             text = trainer.sample()
             progress.log(f"\nsample ({time.perf_counter() - started:.1f} s):\n{text}\n")
+            if world.is_first:
+                keep_sample(folder, config.training.steps, text)
         progress.log(f"run folder: {folder}")
     return folder
 
@@ -215,22 +241,27 @@ def train(module: str, config_name: str, config: RunConfig[Any]) -> Path:
 def run_steps(
     trainer: Trainer,
     checkpoints: Checkpoints,
-    metrics: MetricsWriter,
+    metrics: AllWriters,
     progress: Progress,
     done_steps: int,
     tokens_seen: int,
-) -> None:
+    stop: StopSignal,
+) -> bool:
+    """Take the steps that are left; returns whether that was all of them, and no signal came first."""
     config = trainer.config
     last_step = min(config.debug.stop_after or config.training.steps, config.training.steps)
-    throughput = Throughput()
+    profiler = make_profiler(trainer, Path(config.job.dump_folder))
+    throughput, vitals = Throughput(), Vitals(trainer.model, config, trainer.device, trainer.world.degrees.world)
     for step in range(done_steps + 1, last_step + 1):
-        record = trainer.step(step)
+        with trainer.timer.step(), profiler.step(step) if profiler else nullcontext():
+            record = trainer.step(step)
         tokens_seen += record["num_tokens"]
         throughput.add(record.pop("num_tokens"))
 
         validation_loss = None
         every = config.metrics.validation_interval
-        if step == last_step or (every and step % every == 0):
+        due = config.checkpoint.enable and checkpoints.is_due(step, last_step)
+        if step == last_step or (every and step % every == 0) or (due and config.checkpoint.keep_best):
             with throughput.paused():
                 validation_loss = trainer.validation_loss()
         if step == last_step or step % config.metrics.log_interval == 0 or validation_loss is not None:
@@ -238,11 +269,14 @@ def run_steps(
                 "tokens_per_second": throughput.read(),
                 "tokens_seen": tokens_seen,
                 "peak_memory_bytes": peak_memory_bytes(trainer.device),
+                **trainer.timer.read(),
             }
             if validation_loss is not None:
                 record["validation_loss"] = validation_loss
+            for warning in vitals.add_to(record):
+                progress.log(f"warning: {warning}")
             metrics.write(record)
-            loads = [routing_statistics(rows)["load"] for rows in record["expert_load"].values()]
+            loads = [layer["load"] for layer in record["routing"].values()]
             progress.update(
                 step,
                 loss=record["loss"],
@@ -256,9 +290,36 @@ def run_steps(
         if validation_loss is not None and not math.isfinite(validation_loss):
             raise diverged(config, step, f"the validation loss is {validation_loss}")
         # After its line of metrics: a run that is killed in between writes the step again, and none is missing.
-        if config.checkpoint.enable and checkpoints.is_due(step, last_step):
+        stopping, failed = on_any_rank(trainer.world, stop.requested, checkpoints.failed)
+        if failed:
+            checkpoints.wait()  # raises what has failed in the background
+        if due or (stopping and config.checkpoint.enable):
+            extra = {"tokens_seen": tokens_seen, "validation_loss": validation_loss}
             with throughput.paused():
-                checkpoints.save(step, trainer.model, trainer.optimizer, {"tokens_seen": tokens_seen})
+                checkpoints.save(step, trainer.model, trainer.optimizer, extra)
+        if stopping and step < last_step:
+            checkpoints.wait()
+            hint = "the same command goes on from there" if config.checkpoint.enable else "there is no checkpoint"
+            progress.log(f"stopped after step {step}, as a signal asked for it: {hint}")
+            return False
+    if profiler:
+        profiler.finish()
+    checkpoints.wait()
+    return True
+
+
+def make_profiler(trainer: Trainer, folder: Path) -> StepProfiler | None:
+    options, compile_ = trainer.config.profile, trainer.config.compile
+    if not options.enable or not trainer.world.is_first:
+        return None
+    is_compiled = compile_.enable and "model" in compile_.parts  # then layers can't be told apart
+    model, last = None if is_compiled else trainer.model, options.first_step + options.steps
+    return StepProfiler(model, folder / "profile", options.first_step, last)
+
+
+def on_any_rank(world: World, *facts: bool) -> list[bool]:
+    """Which of the facts are true on at least one rank."""
+    return (world.sum_over_all(torch.tensor(facts, dtype=torch.int32, device=world.device)) > 0).tolist()
 
 
 def diverged(config: RunConfig[Any], step: int, what: str) -> ValueError:
@@ -268,6 +329,11 @@ def diverged(config: RunConfig[Any], step: int, what: str) -> ValueError:
     )
 
 
+def keep_sample(folder: Path, step: int, text: str) -> None:
+    with (folder / "samples.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"step": step, "text": text}) + "\n")
+
+
 def make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -275,23 +341,38 @@ def make_folder(folder: Path) -> None:
         raise ValueError(f"job.dump_folder {folder}: can't make this folder: {error.strerror}") from None
 
 
+def open_checkpoints(folder: Path, config: RunConfig[Any], say: Callable[[str], None]) -> Checkpoints:
+    section = config.checkpoint
+    return Checkpoints(
+        folder,
+        section.interval,
+        section.keep_latest_k,
+        section.keep_best,
+        in_background=section.async_mode == "async",
+        model_config=asdict(config.model),
+        say=say,
+    )
+
+
 def resume(trainer: Trainer, checkpoints: Checkpoints) -> tuple[int, int]:
-    """Go on from the newest checkpoint, if there is one; returns the steps done and the tokens seen."""
-    step = checkpoints.latest()
-    if step is None:
+    """Go on from the newest checkpoint that is whole, if there is one; returns the steps done and the tokens seen."""
+    loaded = checkpoints.load_newest(trainer.model, trainer.optimizer)
+    if loaded is None:
         return 0, 0
-    extra = checkpoints.load(step, trainer.model, trainer.optimizer)
+    step, extra = loaded
+    checkpoints.restore_random(step, trainer.config.training.seed)
     return step, extra["tokens_seen"]
 
 
-def describe(progress: Progress, config_name: str, trainer: Trainer, done_steps: int) -> None:
+def describe(progress: Progress, config_name: str, trainer: Trainer, done_steps: int, keeps_memory: bool) -> None:
     """Say in a few lines what is about to run."""
     model, training, data = trainer.config.model, trainer.config.training, trainer.data
     total, active = model.num_params() / 1e6, model.num_active_params() / 1e6
     progress.log(f"{config_name}: {total:.2f}M parameters, {active:.2f}M active, {training.dtype} on {trainer.device}")
     progress.log(f"data: {data.num_tokens:,} tokens in {data.num_documents:,} documents")
     tokens, threads = trainer.global_batch_size * training.seq_len, torch.get_num_threads()
-    progress.log(f"{training.steps} steps of {tokens} tokens on {trainer.world}, threads a rank: {threads}")
+    memory = ", freed memory is kept" if keeps_memory else ""
+    progress.log(f"{training.steps} steps of {tokens} tokens on {trainer.world}, threads a rank: {threads}{memory}")
     if trainer.config.compile.enable and splits_experts_from_blocks(trainer.model):
         progress.log("experts are FSDP units of their own, so their blocks compile in several graphs instead of one")
     if done_steps:

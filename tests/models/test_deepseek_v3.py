@@ -7,6 +7,8 @@ import torch.nn.functional as F
 
 from spurline.models import family_configs
 from spurline.models.common.init import initialize
+from spurline.testing.equivalence import relative_error
+from spurline.train.loss import IGNORE_INDEX, cross_entropy_sum
 
 
 def built(config, scale=1.0):
@@ -166,3 +168,26 @@ def test_forced_balance_reaches_the_moe_layers(small_config):
     assert small_config().with_forced_balance().layer_moe() == replace(
         small_config().layer_moe(), force_load_balance=True
     )
+
+
+@pytest.mark.parametrize("most_logits", [1, 5 * 264, 1 << 26])
+def test_loss_by_chunks_equals_the_loss_of_all_logits(monkeypatch, most_logits: int) -> None:
+    monkeypatch.setattr("spurline.models.common.decoder.MOST_LOGITS", most_logits)
+    config = family_configs("deepseek_v3")["deepseek_v3_debugmodel"]().model
+    model, whole = built(config), built(config)
+    tokens_BL, labels_BL = random_tokens(config, 2, 3, 7)
+    labels_BL[1, 2:5] = IGNORE_INDEX
+    largest = []
+
+    def loss_sum(logits_BLV: torch.Tensor, labels_BL: torch.Tensor) -> torch.Tensor:
+        largest.append(logits_BLV.numel())
+        return cross_entropy_sum(logits_BLV, labels_BL)
+
+    loss = model(tokens_BL, labels_BL=labels_BL, loss_sum=loss_sum)
+    loss.backward()
+    expected = cross_entropy_sum(whole(tokens_BL), labels_BL)
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    for name, parameter in model.named_parameters():
+        assert relative_error(parameter.grad, whole.get_parameter(name).grad) < 1e-5, name
+    assert max(largest) <= max(most_logits, 264)

@@ -20,6 +20,7 @@ def trainer(monkeypatch):
         stub.calls.append(args)
         if stub.error is not None:
             raise stub.error
+        return Path("where no run is")
 
     stub.train = train
     monkeypatch.setitem(sys.modules, "spurline.train.trainer", stub)

@@ -1,9 +1,11 @@
 """What every decoder-only language model shares: embedding, pre-norm residual blocks, final norm, output head."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from spurline.models.common.cache import Cache, LayerCache
 from spurline.models.common.decoder_config import DecoderConfig
@@ -14,6 +16,11 @@ from spurline.models.common.norm import RMSNorm
 from spurline.models.common.rope import Rope, rope_tables
 from spurline.moe import MoE
 from spurline.parallel.tensor import TensorParallel
+
+LossSum = Callable[[Tensor, Tensor], Tensor]
+"""Logits (B, L, V) and labels (B, L) -> a sum over labels."""
+MOST_LOGITS = 1 << 26
+"""Logits that are held at once while a loss is computed: 256 MB in float32."""
 
 
 class DecoderBlock(nn.Module):
@@ -64,9 +71,22 @@ class Decoder(nn.Module):
         self.tensor_parallel_dims = {} if config.tied_embeddings else {"output.weight": 0}
         self.tp = TensorParallel()
 
-    def forward(self, tokens_BL: Tensor, cache: Cache | None = None) -> Tensor:
-        """With a cache, tokens go on where those of the last call ended, and only the last one is scored: (B, 1, V)."""
-        x_BLD = self.hidden(tokens_BL, cache)
+    def forward(
+        self,
+        tokens_BL: Tensor,
+        cache: Cache | None = None,
+        labels_BL: Tensor | None = None,
+        loss_sum: LossSum | None = None,
+        **extras: Any,
+    ) -> Tensor:
+        """With labels, what loss_sum(logits, labels) makes of them, without ever holding the logits of all positions.
+
+        With a cache, tokens go on where those of the last call ended, and only the last one is scored: (B, 1, V).
+        Extras are what a family's `hidden` takes besides.
+        """
+        x_BLD = self.hidden(tokens_BL, cache, **extras)
+        if labels_BL is not None and loss_sum is not None:
+            return self._loss_by_chunks(x_BLD.flatten(0, 1), labels_BL.flatten(), loss_sum)
         return self.score(x_BLD if cache is None else x_BLD[:, -1:])
 
     def hidden(self, tokens_BL: Tensor, cache: Cache | None = None) -> Tensor:
@@ -93,3 +113,16 @@ class Decoder(nn.Module):
     def score(self, x_BLD: Tensor) -> Tensor:
         """The output head: (B, L, D) -> logits (B, L, V)."""
         return self.embedding.score(x_BLD) if self.output is None else self.output(x_BLD)
+
+    def _loss_by_chunks(self, x_TD: Tensor, labels_T: Tensor, loss_sum: LossSum) -> Tensor:
+        """Logits of one chunk of positions at a time: made, summed up and dropped; and made again for backward."""
+
+        def loss_of(x_1cD: Tensor, labels_1c: Tensor) -> Tensor:
+            return loss_sum(self.score(x_1cD), labels_1c)
+
+        chunk = max(1, MOST_LOGITS // self.config.vocab_size)
+        if x_TD.shape[0] <= chunk:
+            return loss_of(x_TD.unsqueeze(0), labels_T.unsqueeze(0))
+        chunks = zip(x_TD.unsqueeze(0).split(chunk, 1), labels_T.unsqueeze(0).split(chunk, 1), strict=True)
+        losses = [checkpoint(loss_of, *parts, use_reentrant=False, preserve_rng_state=False) for parts in chunks]
+        return torch.stack(losses).sum()

@@ -6,9 +6,11 @@ forward pass, and all blocks share them: nothing to store, shard or rebuild.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import Function, once_differentiable
 
 from spurline.models.common.decoder_config import YarnConfig
 
@@ -46,16 +48,46 @@ def apply_rope(x_BLHR: Tensor, cos_LP: Tensor, sin_LP: Tensor) -> Tensor:
 
     The float32 tables lift the products to float32; only the result is rounded to the dtype of x.
     """
-    first_BLHP, second_BLHP = x_BLHR.unflatten(-1, (-1, 2)).unbind(-1)
-    return torch.stack(_rotate(first_BLHP, second_BLHP, cos_LP, sin_LP), dim=-1).flatten(-2).to(x_BLHR.dtype)
+    return _rotate(x_BLHR, cos_LP, sin_LP, neighbours=True).to(x_BLHR.dtype)
 
 
 def apply_rope_halves(x_BLHR: Tensor, cos_LP: Tensor, sin_LP: Tensor) -> Tensor:
     """The same with channels (0, P), (1, P + 1), ... as the pairs: (B, L, H, R) -> (B, L, H, R)."""
-    first_BLHP, second_BLHP = x_BLHR.chunk(2, dim=-1)
-    return torch.cat(_rotate(first_BLHP, second_BLHP, cos_LP, sin_LP), dim=-1).to(x_BLHR.dtype)
+    return _rotate(x_BLHR, cos_LP, sin_LP, neighbours=False).to(x_BLHR.dtype)
 
 
-def _rotate(first_BLHP: Tensor, second_BLHP: Tensor, cos_LP: Tensor, sin_LP: Tensor) -> tuple[Tensor, Tensor]:
+def _rotate(x_BLHR: Tensor, cos_LP: Tensor, sin_LP: Tensor, neighbours: bool) -> Tensor:
     cos_L1P, sin_L1P = cos_LP.unsqueeze(-2), sin_LP.unsqueeze(-2)  # one angle for all heads
-    return first_BLHP * cos_L1P - second_BLHP * sin_L1P, first_BLHP * sin_L1P + second_BLHP * cos_L1P
+    if not torch.compiler.is_compiling():
+        return _Rotation.apply(x_BLHR, cos_L1P, sin_L1P, neighbours)
+    first, second = x_BLHR.unflatten(-1, (-1, 2)).unbind(-1) if neighbours else x_BLHR.chunk(2, dim=-1)
+    rotated = first * cos_L1P - second * sin_L1P, first * sin_L1P + second * cos_L1P
+    return torch.stack(rotated, dim=-1).flatten(-2) if neighbours else torch.cat(rotated, dim=-1)
+
+
+class _Rotation(Function):
+    """In few passes; the gradient is the gradient turned back."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BLHR: Tensor, cos_L1P: Tensor, sin_L1P: Tensor, neighbours: bool) -> Tensor:
+        ctx.save_for_backward(cos_L1P, sin_L1P)
+        ctx.neighbours = neighbours
+        return _turn(x_BLHR, cos_L1P, sin_L1P, neighbours)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BLHR: Tensor) -> tuple[Tensor, None, None, None]:
+        cos_L1P, sin_L1P = ctx.saved_tensors
+        return _turn(grad_BLHR, cos_L1P, -sin_L1P, ctx.neighbours), None, None, None
+
+
+def _turn(x_BLHR: Tensor, cos_L1P: Tensor, sin_L1P: Tensor, neighbours: bool) -> Tensor:
+    dtype = torch.promote_types(x_BLHR.dtype, cos_L1P.dtype)
+    if neighbours:  # the parts of a complex number, and turning is to multiply with another one
+        pairs_BLHP = torch.view_as_complex(x_BLHR.to(dtype).unflatten(-1, (-1, 2)).contiguous())
+        return torch.view_as_real(pairs_BLHP * torch.complex(cos_L1P, sin_L1P)).flatten(-2)
+    turned_BLHR = torch.empty(x_BLHR.shape, dtype=dtype, device=x_BLHR.device)
+    (x_first, x_second), (first, second) = x_BLHR.chunk(2, dim=-1), turned_BLHR.chunk(2, dim=-1)
+    torch.mul(x_first, cos_L1P, out=first).addcmul_(x_second, sin_L1P, value=-1)
+    torch.mul(x_first, sin_L1P, out=second).addcmul_(x_second, cos_L1P)
+    return turned_BLHR

@@ -33,12 +33,19 @@ class DeepSeekV3Config(SparseDecoderConfig):
     """Width of a head's query and key with rotary position."""
     v_head_dim: int = 32
     """Width of a head's value."""
+    num_mtp_layers: int = 0
+    """Multi-token prediction: modules that learn to predict one token further each, while training (0 = off)."""
+    mtp_loss_weight: float = 0.3
+    """Weight of the mean of their losses."""
 
     def problems(self) -> list[str]:
         found = super().problems()
         found += not_positive(self, "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-        if self.q_lora_rank < 0:
-            found.append(f"q_lora_rank must not be negative, got {self.q_lora_rank}")
+        found += [
+            f"{name} must not be negative, got {getattr(self, name)}"
+            for name in ("q_lora_rank", "num_mtp_layers", "mtp_loss_weight")
+            if getattr(self, name) < 0
+        ]
         if self.qk_rope_head_dim % 2:
             found.append(f"qk_rope_head_dim must be even, got {self.qk_rope_head_dim}")
         return found
@@ -47,6 +54,27 @@ class DeepSeekV3Config(SparseDecoderConfig):
         from spurline.models.deepseek_v3.model import DeepSeekV3
 
         return DeepSeekV3(self)
+
+    def num_params(self) -> int:
+        moe = self.moe_of_layer(self.num_layers - 1)
+        return super().num_params() + self._mtp_params(moe.num_params() if moe else None)
+
+    def num_active_params(self) -> int:
+        """Those that one token meets while training: all but the experts it isn't sent to."""
+        moe = self.moe_of_layer(self.num_layers - 1)
+        return super().num_active_params() + self._mtp_params(moe.num_active_params() if moe else None)
+
+    def flops_per_token(self, seq_len: int) -> int:
+        """Each prediction module has an attention of its own, and the output head once more."""
+        attention = self.num_heads * self._key_and_value_dim() * seq_len
+        again = 6 * self.vocab_size * self.dim + 3 * attention
+        return super().flops_per_token(seq_len) + self.num_mtp_layers * again
+
+    def _mtp_params(self, moe_params: int | None) -> int:
+        """Of all prediction modules: each a block, the matrix before it, and three norms."""
+        feed_forward = 3 * self.dim * self.dense_hidden_dim if moe_params is None else moe_params
+        block = self._attention_params() + 2 * self.dim + feed_forward
+        return self.num_mtp_layers * (block + 2 * self.dim**2 + 3 * self.dim)
 
     def _attention_params(self) -> int:
         qk_dim = self.qk_nope_head_dim + self.qk_rope_head_dim

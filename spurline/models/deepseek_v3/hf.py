@@ -6,10 +6,20 @@ no selection bias, doesn't normalize weights, and scores a group by its best exp
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
-from spurline.models.common.hf import DECODER_NAMES, EXPERT_NAMES, ROTARY_FREQUENCIES, Architecture, unlike
+from spurline.models.common.hf import (
+    DECODER_NAMES,
+    EXPERT_NAMES,
+    ROTARY_FREQUENCIES,
+    Architecture,
+    Shape,
+    Slot,
+    unlike,
+)
 from spurline.models.common.hf_config import TheirConfig, read_decoder, write_decoder, yarn_obstacles
 from spurline.models.deepseek_v3.configs import DeepSeekV3Config
 from spurline.moe.config import MoEConfig
@@ -34,9 +44,41 @@ _NAMES_V2 = (
         "layers.{layer}.moe.shared_experts.w2_DF": "model.layers.{layer}.mlp.shared_experts.down_proj.weight",
     }
 )
+# Prediction modules follow the last layer, and are numbered on: see _V3Architecture.
 _NAMES_V3 = _NAMES_V2 | {
-    "layers.{layer}.moe.router.expert_bias_E": "model.layers.{layer}.mlp.gate.e_score_correction_bias"
+    "layers.{layer}.moe.router.expert_bias_E": "model.layers.{layer}.mlp.gate.e_score_correction_bias",
+    "layers.{layer}.enorm.weight": "model.layers.{layer}.enorm.weight",
+    "layers.{layer}.hnorm.weight": "model.layers.{layer}.hnorm.weight",
+    "layers.{layer}.eh_proj.weight": "model.layers.{layer}.eh_proj.weight",
+    "layers.{layer}.norm.weight": "model.layers.{layer}.shared_head.norm.weight",
 }
+# What a prediction module stores once more, and what it is a copy of.
+_COPIES = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
+
+
+class _V3Architecture(Architecture):
+    def slots(self, shapes: Mapping[str, Shape], present: Collection[str] = ()) -> list[Slot]:
+        """Prediction module k is their layer num_layers + k; its copies of embedding and head are not ours to keep."""
+        num_layers = len({name.split(".")[1] for name in shapes if name.startswith("layers.")})
+
+        def numbered_on(name: str) -> str:
+            return re.sub(r"^mtp\.(\d+)\.(block\.)?", lambda match: f"layers.{num_layers + int(match[1])}.", name)
+
+        if isinstance(present, Mapping):
+            for number in {name.split(".")[1] for name in shapes if name.startswith("mtp.")}:
+                _refuse_other_copies(f"model.layers.{num_layers + int(number)}.", present)
+        found = super().slots({numbered_on(name): shape for name, shape in shapes.items()}, present)
+        return [replace(slot, name=name) for slot, name in zip(found, shapes, strict=True)]
+
+
+def _refuse_other_copies(prefix: str, stored: Mapping[str, Any]) -> None:
+    from spurline.hf.safetensors_file import read_whole  # here, as it needs torch
+
+    for copy, original in _COPIES.items():
+        if prefix + copy in stored and original in stored:
+            ours, theirs = read_whole(stored[original]), read_whole(stored[prefix + copy])
+            if ours.dtype != theirs.dtype or not ours.equal(theirs):
+                raise ValueError(f"tensor {prefix}{copy} differs from {original}, and a model has only one of them")
 
 
 def _read_shared(theirs: TheirConfig, **routing: Any) -> DeepSeekV3Config:
@@ -93,7 +135,12 @@ def _read_v3(theirs: TheirConfig) -> DeepSeekV3Config:
 
 
 def _shared_obstacles(model: DeepSeekV3Config, architecture: str, only: dict[str, Any]) -> list[str]:
-    only = {"norm_eps": _LATENT_NORM_EPS, "moe.score_before_experts": False, "moe.force_load_balance": False} | only
+    only = {
+        "norm_eps": _LATENT_NORM_EPS,
+        "moe.router": "top_k",
+        "moe.score_before_experts": False,
+        "moe.force_load_balance": False,
+    } | only
     found = yarn_obstacles(model.yarn, architecture, scales_softmax=True) + unlike(model, only, architecture)
     if model.moe.num_shared_experts < 1:
         found.append(f"model.moe.num_shared_experts is 0, and {architecture} needs at least 1")
@@ -101,7 +148,7 @@ def _shared_obstacles(model: DeepSeekV3Config, architecture: str, only: dict[str
 
 
 def _v2_obstacles(model: DeepSeekV3Config) -> list[str]:
-    found = _shared_obstacles(model, _V2, {"moe.route_norm": False, "moe.num_groups": 1})
+    found = _shared_obstacles(model, _V2, {"moe.route_norm": False, "moe.num_groups": 1, "num_mtp_layers": 0})
     if model.dim % model.num_heads:
         found.append(f"model.dim {model.dim} is not a multiple of model.num_heads {model.num_heads}, as {_V2} needs")
     return found
@@ -138,7 +185,7 @@ def _write_v2(model: DeepSeekV3Config) -> dict[str, Any]:
 
 
 def _write_v3(model: DeepSeekV3Config) -> dict[str, Any]:
-    return _write_shared(model) | {"topk_method": "noaux_tc", "num_nextn_predict_layers": 0}
+    return _write_shared(model) | {"topk_method": "noaux_tc", "num_nextn_predict_layers": model.num_mtp_layers}
 
 
 def _harmless_v3(their_config: Mapping[str, Any], present: Collection[str]) -> dict[str, str]:
@@ -154,7 +201,7 @@ def _is_prediction_head(layer: int, present: Collection[str]) -> bool:
 
 
 V2 = Architecture(_V2, "deepseek_v2", _read_v2, _v2_obstacles, _write_v2, _NAMES_V2)
-V3 = Architecture(_V3, "deepseek_v3", _read_v3, _v3_obstacles, _write_v3, _NAMES_V3, _harmless_v3)
+V3 = _V3Architecture(_V3, "deepseek_v3", _read_v3, _v3_obstacles, _write_v3, _NAMES_V3, _harmless_v3)
 ARCHITECTURES = (V2, V3)
 
 

@@ -63,6 +63,7 @@ def _sparse_obstacles(model: Qwen3MoEConfig) -> list[str]:
         "moe.num_groups": 1,
         "moe.score_before_experts": False,
         "moe.force_load_balance": False,
+        "moe.router": "top_k",
     }
     return yarn_obstacles(model.yarn, _SPARSE) + unlike(model, only, _SPARSE)
 

@@ -36,11 +36,6 @@ class Qwen3VL(Qwen3):
         """What is recomputed, compiled and sharded by itself."""
         return [*self.vision.layers.values(), *self.layers.values()]
 
-    def forward(self, tokens_BL: Tensor, cache: Cache | None = None, images: Images | None = None) -> Tensor:
-        if images is None:
-            return super().forward(tokens_BL, cache)
-        return self.score(self.hidden(tokens_BL, cache, images))
-
     def hidden(self, tokens_BL: Tensor, cache: Cache | None = None, images: Images | None = None) -> Tensor:
         """What the output head sees: (B, L) -> (B, L, D). A cache is for text alone."""
         if images is None:

@@ -5,15 +5,16 @@ A dispatcher turns a Routing into a plan. All host work and every choice of a pa
 flows.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from spurline.moe.config import MoEConfig
 from spurline.moe.dispatch.rows import sum_rows
 from spurline.moe.ops.rows import gather_rows
+from spurline.moe.parts import register_dispatcher as register_dispatcher
 from spurline.moe.router import Routing
 from spurline.moe.telemetry import count
 
@@ -64,22 +65,34 @@ class Plan:
         count("weigh.before_experts" if self.score_before_experts else "weigh.after_experts")
 
 
+@dataclass(frozen=True)
+class ExpertRanks:
+    """The ranks that the experts of a layer are spread over."""
+
+    group: ProcessGroup
+    """They hold experts in order; with parts, the ranks of one expert's parts follow each other."""
+    layer: str = "moe"
+    """The layer's name, for errors."""
+    parts_per_expert: int = 1
+    """Into how many parts the hidden width of an expert is cut, each on a rank of its own."""
+    same_num_tokens: bool = True
+    """Whether every rank brings as many tokens, unless `plan` is told otherwise."""
+
+
 class Dispatcher(Protocol):
+    """Makes plans; one that also has across(ranks) -> Dispatcher says what takes its place across ranks."""
+
     def plan(self, routing: Routing, num_tokens_P: list[int] | None = None) -> Plan:
         """num_tokens_P: the tokens of each rank of the group, where they are known to differ."""
         ...
 
 
-_DISPATCHERS: dict[str, Callable[[MoEConfig], Dispatcher]] = {}
-
-
-def register_dispatcher(name: str, make: Callable[[MoEConfig], Dispatcher]) -> None:
-    """Make a dispatcher of your own known as MoEConfig.dispatcher = name."""
-    _DISPATCHERS[name] = make
-
-
-def make_dispatcher(config: MoEConfig) -> Dispatcher:
-    if config.dispatcher not in _DISPATCHERS:
-        known = ", ".join(sorted(_DISPATCHERS))
-        raise ValueError(f"dispatcher {config.dispatcher!r} is not known; registered are: {known}")
-    return _DISPATCHERS[config.dispatcher](config)
+def spread_over(ranks: ExpertRanks, dispatcher: Dispatcher, name: str) -> Dispatcher:
+    """What takes the place of a layer's dispatcher, chosen as `name`, when its experts are spread over ranks."""
+    across = getattr(dispatcher, "across", None)
+    if across is None:
+        raise ValueError(
+            f"dispatcher {name!r} keeps rows on one rank, and experts are to be spread over {ranks.group.size()}:"
+            f" give {type(dispatcher).__name__} a method across(ranks), or choose another dispatcher"
+        )
+    return across(ranks)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from spurline.data.tokenizer import ByteTokenizer
 from spurline.parallel.degrees import resolve_degrees
 from spurline.parallel.mesh import build_meshes
 from spurline.parallel.world import World
+from spurline.plugins import load_plugins
 from spurline.testing.verification.reference import use_reference
 from spurline.train.trainer import Trainer, make_trainer
 
@@ -51,10 +51,10 @@ def measure_cell(config: RunConfig[Any], path: str) -> list[Errors]:
 
 
 def prepare_rank(package: str) -> None:
-    """Load the user's package, so that it registers what it brings, and keep torch's remarks to itself."""
+    """Load the user's code, so that it registers what it brings, and keep torch's remarks to itself."""
     torch._logging.set_logs(all=logging.ERROR)
-    if package:
-        import_module(package)
+    if problems := load_plugins(package):
+        raise ValueError("; ".join(problems))
 
 
 def take_steps(trainer: Trainer) -> Iterator[Results]:

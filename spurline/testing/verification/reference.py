@@ -20,20 +20,24 @@ _MOST_READS = 2_000_000_000
 def use_reference(model: nn.Module, num_tokens: int) -> str:
     """Replace the forward of every MoE layer, in place, by the reference; returns in words what computes now.
 
-    Where num_tokens are too many for its loops, layers are left with the simplest path there is: the local dispatcher
-    and one matmul an expert.
+    Where num_tokens are too many for its loops, or a user's router decides, layers are left with the simplest path
+    there is: the local dispatcher and one matmul an expert.
     """
     layers = [module for module in model.modules() if isinstance(module, MoE)]
     if not layers:
         return "the model on one process"
-    reads = sum(num_tokens * moe.config.num_active_params() for moe in layers)
+    why_not = ""
+    if sum(num_tokens * moe.config.num_active_params() for moe in layers) > _MOST_READS:
+        why_not = "it is too large for the reference's own"
+    elif any(moe.config.router != "top_k" for moe in layers):
+        why_not = "the reference knows no router but top_k"
     for moe in layers:
-        if reads > _MOST_READS:
+        if why_not:
             moe.dispatcher, moe.experts.backend = LocalDispatcher(moe.config), "loop"
         else:
             moe.forward = partial(_forward, moe)  # type: ignore[method-assign]
-    if reads > _MOST_READS:
-        return "the model on one process with local dispatch and loop experts (it is too large for the reference's own)"
+    if why_not:
+        return f"the model on one process with local dispatch and loop experts ({why_not})"
     return "the model on one process with spurline.moe.reference in every MoE layer"
 
 

@@ -1,0 +1,23 @@
+"""A router that looks at directions alone.
+
+T tokens, D width, E experts.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spurline.moe import Router
+from spurline.parallel.local import local
+
+
+class CosineRouter(Router):
+    """Scores experts by the cosine of the angle between token and gate: long tokens are no surer than short ones."""
+
+    temperature = 0.1
+
+    def logits(self, x_TD: Tensor) -> Tensor:
+        """(T, D) -> (T, E)."""
+        dtype = torch.promote_types(x_TD.dtype, torch.float32)
+        x_TD, gate_ED = (F.normalize(part.to(dtype), dim=-1) for part in (x_TD, local(self.gate_ED)))
+        return F.linear(x_TD, gate_ED) / self.temperature

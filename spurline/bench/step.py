@@ -1,0 +1,135 @@
+"""A training step of a debug model, beside the same model in `transformers`, each in a process of its own.
+
+Both start from the same weights and see the same tokens; both clip gradients and take a fused AdamW step. The processes
+take turns, a few steps at a time, so that the machine's other load hits both alike.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import IO, Any
+
+import torch
+
+from spurline.bench.figures import Figure
+from spurline.bench.measure import Timing
+from spurline.models import family_configs
+
+MODELS = {"deepseek_v3_debugmodel": "deepseek_v3", "qwen3_debugmodel_moe": "qwen3"}
+STEPS_A_TURN = 3
+
+
+def step(threads: int, seconds: float, cases: list[str]) -> Iterator[Figure]:
+    """Seconds a step and the most memory of a process, of ours and of `transformers` with its best experts."""
+    for config in MODELS:
+        names = ["spurline", *(f"transformers {kind}" for kind in ("grouped_mm", "eager"))]
+        with_workers = {name: _Worker(config, name, threads) for name in names}
+        try:
+            workers = {name: worker for name, worker in with_workers.items() if worker.is_there()}
+            started, times = time.perf_counter(), {name: list[float]() for name in workers}
+            while time.perf_counter() - started < seconds or len(times["spurline"]) < 5:
+                for name, worker in workers.items():
+                    times[name].append(worker.ask("steps")["seconds"])
+            memory = {name: worker.ask("memory")["bytes"] for name, worker in workers.items()}
+        finally:
+            for worker in with_workers.values():
+                worker.end()
+        timings = {name: Timing(values) for name, values in times.items()}
+        peers = [name for name in timings if name != "spurline"]
+        for what, unit, value in (
+            ("seconds", "ms", {name: timing.median * 1e3 for name, timing in timings.items()}),
+            ("peak memory", "MB", {name: size / 1e6 for name, size in memory.items()}),
+        ):
+            best = min((value[name] for name in peers), default=None)
+            for name in value:
+                spread = timings[name].spread if what == "seconds" else None
+                ratio = value[name] / best if best else None
+                yield Figure("step", config, what, name, value[name], unit, threads, spread, None, ratio)
+
+
+class _Worker:
+    """A process that trains one candidate, as many steps as it is asked for."""
+
+    def __init__(self, config: str, name: str, threads: int) -> None:
+        command = [sys.executable, "-W", "ignore", "-m", "spurline.bench.step", config, name, str(threads)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def is_there(self) -> bool:
+        return self.ask("steps") is not None and self.ask("steps") is not None  # warm
+
+    def ask(self, what: str) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(f"{what}\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            return None
+        line = self._process.stdout.readline()
+        return json.loads(line) if line else None
+
+    def end(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def _serve(config: str, name: str, threads: int, requests: IO[str]) -> None:
+    run = family_configs(MODELS[config])[config]()
+    torch.set_num_threads(threads)
+    take_step = _ours(run) if name == "spurline" else _theirs(run, MODELS[config], name.split()[1])
+    number = 0
+    for request in requests:
+        answer: dict[str, float] = {}
+        if request.strip() == "steps":
+            begin = time.perf_counter()
+            for _ in range(STEPS_A_TURN):
+                number += 1
+                take_step(number)
+            answer["seconds"] = (time.perf_counter() - begin) / STEPS_A_TURN
+        else:
+            from spurline.train.metrics import peak_memory_bytes
+
+            answer["bytes"] = peak_memory_bytes() or 0
+        print(json.dumps(answer), flush=True)
+
+
+def _ours(run: Any) -> Callable[[int], object]:
+    from spurline.train.trainer import make_trainer
+
+    return make_trainer(run).step
+
+
+def _theirs(run: Any, family: str, experts: str) -> Callable[[int], object]:
+    import transformers
+
+    from spurline.data import open_data
+    from spurline.hf.families import architecture_for
+
+    architecture = architecture_for(family, run.model)
+    config = transformers.AutoConfig.for_model(
+        architecture.model_type, **architecture.write(run.model), use_cache=False
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation=experts)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
+    data = open_data(run.data, run.training.seq_len, run.training.seed)
+    size = run.training.local_batch_size
+
+    def take_step(number: int) -> None:
+        batch = data.train.batch((number - 1) * size, size)
+        loss = model(input_ids=batch.tokens_BL, labels=batch.labels_BL, shift_labels=batch.labels_BL).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        loss.item()
+
+    return take_step
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.stdin)

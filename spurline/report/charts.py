@@ -1,0 +1,174 @@
+"""What the page draws: curves, the parts of a step's time, and the load of experts over time. Free of torch."""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from spurline.report.read import Record, Run
+from spurline.report.thin import mean_by_stretch, stretches, thin
+
+POINTS = 800
+"""The most points of a curve."""
+STACK_POINTS = 200
+HEAT_CELLS = 300_000
+"""The most cells of all heat maps together: a byte each."""
+HEAT_COLUMNS = 160
+
+
+class Curve(NamedTuple):
+    label: str
+    value: Callable[[Record], Any]
+    dots: bool = False
+    """Measured now and then: each measurement is shown."""
+
+
+class Chart(NamedTuple):
+    key: str
+    title: str
+    unit: str
+    curves: list[Curve]
+    noisy: bool = False
+    """Whether it helps to smooth it."""
+    from_zero: bool = True
+
+
+def _field(name: str, scale: float = 1.0) -> Callable[[Record], float | None]:
+    def value(record: Record) -> float | None:
+        number = record.get(name)
+        return number * scale if isinstance(number, int | float) and math.isfinite(number) else None
+
+    return value
+
+
+def _busiest(record: Record) -> float | None:
+    loads = [max(rows) * len(rows) / sum(rows) for rows in _expert_load(record).values() if sum(rows)]
+    return max(loads, default=None)
+
+
+def _dead(record: Record) -> int | None:
+    layers = _expert_load(record).values()
+    return sum(rows.count(0) for rows in layers) if layers else None
+
+
+def _lowest_entropy(record: Record) -> float | None:
+    layers = (record.get("routing") or {}).values()
+    return min((layer["entropy"] for layer in layers if layer.get("entropy") is not None), default=None)
+
+
+def _expert_load(record: Record) -> dict[str, list[float]]:
+    return {layer: rows for layer, rows in (record.get("expert_load") or {}).items() if rows}
+
+
+def _curve(name: str, scale: float = 1.0) -> list[Curve]:
+    return [Curve("", _field(name, scale))]
+
+
+CHARTS = [
+    Chart(
+        "loss",
+        "Loss",
+        "nats a token",
+        [Curve("training", _field("loss")), Curve("validation", _field("validation_loss"), dots=True)],
+        noisy=True,
+        from_zero=False,
+    ),
+    Chart("lr", "Learning rate", "", _curve("lr")),
+    Chart("grad_norm", "Gradient norm", "before clipping", _curve("grad_norm"), noisy=True),
+    Chart("throughput", "Throughput", "tokens a second", _curve("tokens_per_second"), noisy=True),
+    Chart("mfu", "Use of the device", "% of its peak", _curve("mfu", 100), noisy=True),
+    Chart("memory", "Peak memory", "GB", _curve("peak_memory_bytes", 1e-9)),
+    Chart("load", "Busiest expert", "times the mean, in the layer where it is most", [Curve("", _busiest)], noisy=True),
+    Chart("dead", "Experts without a token", "in a step, all layers", [Curve("", _dead)]),
+    Chart("entropy", "Routing entropy", "lowest layer, 1 is even", [Curve("", _lowest_entropy)], noisy=True),
+    Chart("balance_loss", "Balance loss", "weighted, all layers", _curve("balance_loss"), noisy=True),
+    Chart("padded_rows", "Rows of padding", "on the first rank, in a step", _curve("padded_rows"), noisy=True),
+]
+
+
+def draw_curves(runs: list[Run]) -> list[dict[str, Any]]:
+    """The charts that have a value in any run, each with a series for each run and curve."""
+    charts = []
+    for chart in CHARTS:
+        series = [
+            {"run": index, "label": curve.label, "dots": curve.dots, "x": steps, "y": values}
+            for index, run in enumerate(runs)
+            for curve in chart.curves
+            for steps, values in [_points(run, curve)]
+            if any(value is not None for value in values)
+        ]
+        if series:
+            charts.append({**chart._asdict(), "curves": None, "series": series})
+    return charts
+
+
+def _points(run: Run, curve: Curve) -> tuple[list[int], list[float | None]]:
+    points = [(record["step"], curve.value(record)) for record in run.records]
+    if curve.dots:
+        points = [(step, value) for step, value in points if value is not None]
+    return thin([step for step, _ in points], [value for _, value in points], POINTS)
+
+
+PART_NAMES = {
+    "data": "data",
+    "forward": "forward",
+    "forward.exchange": "forward: exchange",
+    "forward.experts": "forward: experts",
+    "backward": "backward",
+    "backward.exchange": "backward: exchange",
+    "backward.experts": "backward: experts",
+    "optimizer": "optimizer",
+    "other": "other",
+}
+
+
+def draw_time(run: Run) -> dict[str, Any] | None:
+    """The mean milliseconds of each part of a step, by stretch of steps; None if the run didn't tell."""
+    timed = [record for record in run.records if record.get("step_time_parts")]
+    if not timed:
+        return None
+    found = {name for record in timed for name in record["step_time_parts"]}
+    order = [*PART_NAMES, *sorted(found - PART_NAMES.keys())]
+    parts = []
+    for name in order:
+        if name in found:
+            seconds = [record["step_time_parts"].get(name) or 0.0 for record in timed]
+            parts.append({"name": name, "label": PART_NAMES.get(name, name)})
+            parts[-1]["y"] = mean_by_stretch([1000 * second for second in seconds], STACK_POINTS)
+    steps = [timed[stretch[0]]["step"] for stretch in stretches(len(timed), STACK_POINTS)]
+    return {"x": steps, "parts": parts}
+
+
+def draw_heat(runs: list[Run]) -> list[dict[str, Any]]:
+    """For each MoE layer of each run: rows of each expert over the mean, in columns of time.
+
+    A cell is a byte, 32 times the root of the ratio; 0 stands for no row at all.
+    """
+    layers = [(run, index, layer) for index, run in enumerate(runs) for layer in _layers(run)]
+    num_experts = sum(len(rows) for run, _, layer in layers for rows in [_first_load(run, layer)])
+    columns = max(8, min(HEAT_COLUMNS, HEAT_CELLS // max(num_experts, 1)))
+    return [{"run": index, "layer": layer, **_heat_map(run, layer, columns)} for run, index, layer in layers]
+
+
+def _layers(run: Run) -> list[str]:
+    return list(dict.fromkeys(layer for record in run.records for layer in _expert_load(record)))
+
+
+def _first_load(run: Run, layer: str) -> list[float]:
+    return next(load[layer] for record in run.records if layer in (load := _expert_load(record)))
+
+
+def _heat_map(run: Run, layer: str, columns: int) -> dict[str, Any]:
+    loads = [(record["step"], load[layer]) for record in run.records if layer in (load := _expert_load(record))]
+    num_experts = len(loads[0][1])
+    loads = [(step, rows) for step, rows in loads if len(rows) == num_experts]
+    cells = bytearray()
+    steps = []
+    for stretch in stretches(len(loads), columns):
+        rows_E = [sum(rows) for rows in zip(*(loads[place][1] for place in stretch), strict=True)]
+        steps.append(loads[stretch[0]][0])
+        mean = sum(rows_E) / num_experts
+        cells += bytes(min(255, max(1, round(32 * math.sqrt(rows / mean)))) if rows else 0 for rows in rows_E)
+    return {"experts": num_experts, "x": steps, "last": loads[-1][0], "cells": base64.b64encode(cells).decode()}

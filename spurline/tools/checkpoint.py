@@ -1,0 +1,218 @@
+"""`spurline checkpoint`: list a run's checkpoints, check that they are whole, look into one, remove old ones.
+
+Free of torch, but for looking into one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from spurline.tools.console import human
+from spurline.tools.parsing import described
+from spurline.tools.subcommands import Subcommand, run_subcommand
+from spurline.train.checkpoint_folder import CheckpointFolder
+
+PROG = "spurline checkpoint"
+LS = """\
+List the checkpoints of the run in the folder RUN, the newest last. This reads no
+tensors: `verify` tells whether they are whole."""
+VERIFY = """\
+Read all files of a run's checkpoints, and compare them with their checksums. Exit
+code 1 if one is missing, cut short or changed."""
+INSPECT = """\
+Show what is in a checkpoint, the newest by default: every tensor with its shape,
+type and size, and how the ranks that wrote it shared it."""
+PRUNE = """\
+Remove all checkpoints of a run but the newest N. The one with the lowest
+validation loss stays too, and so does the newest one that is whole. Without
+--yes, only say what would go. Not while the run is training."""
+
+
+@dataclass(frozen=True)
+class Listing:
+    json: bool = False
+    """Write one JSON object a line."""
+
+
+@dataclass(frozen=True)
+class Verify:
+    step: Annotated[int | None, described("N")] = None
+    """Only the checkpoint of this step (default: all)."""
+
+
+@dataclass(frozen=True)
+class Inspect:
+    step: Annotated[int | None, described("N")] = None
+    """The checkpoint of this step (default: the newest one)."""
+    json: bool = False
+    """Write one JSON object."""
+
+
+@dataclass(frozen=True)
+class Prune:
+    keep: Annotated[int | None, described("N")] = None
+    """How many of the newest stay; at least 1."""
+    yes: bool = False
+    """Remove them, don't ask."""
+
+
+def main(argv: list[str]) -> int:
+    return run_subcommand(PROG, COMMANDS, argv)
+
+
+def list_checkpoints(runs: list[str], options: Listing) -> int:
+    folder = _folder(runs[0])
+    best = folder.best()
+    entries = [_entry(folder, step) | {"best": step == best} for step in folder.named_steps()]
+    if options.json:
+        print("\n".join(json.dumps(entry) for entry in entries))
+        return 0
+    rows = [("step", "tokens", "validation loss", "ranks", "files", "bytes", "")]
+    for entry in entries:
+        if entry["problem"]:
+            rows.append((str(entry["step"]), "-", "-", "-", "-", "-", entry["problem"]))
+            continue
+        tokens, loss = entry["tokens_seen"], entry["validation_loss"]
+        rows.append(
+            (
+                f"{entry['step']}",
+                "-" if tokens is None else f"{tokens:,}",
+                "-" if loss is None else f"{loss:.4f}",
+                f"{entry['num_ranks'] or '-'}",
+                f"{entry['num_files']}",
+                human(entry["num_bytes"]),
+                "best" if entry["best"] else "",
+            )
+        )
+    print(_table(rows))
+    return 0
+
+
+def verify_checkpoints(runs: list[str], options: Verify) -> int:
+    folder = _folder(runs[0])
+    steps = folder.named_steps() if options.step is None else [options.step]
+    if options.step is not None:
+        folder.complete(options.step)
+    num_damaged = 0
+    for step in steps:
+        problems = folder.problems(step)
+        num_damaged += bool(problems)
+        if problems:
+            print("\n".join(f"step {step}: {problem}" for problem in problems))
+        else:
+            files = folder.record(step).files
+            print(f"step {step}: {len(files)} files are whole, {human(sum(f.num_bytes for f in files))} bytes")
+    if num_damaged:
+        print(f"{num_damaged} of {len(steps)} checkpoints are damaged: a run goes on from the newest that is not")
+    return 1 if num_damaged else 0
+
+
+def inspect_checkpoint(runs: list[str], options: Inspect) -> int:
+    folder = _folder(runs[0])
+    steps = folder.steps()
+    step = options.step if options.step is not None or not steps else steps[-1]
+    folder.complete(step or 0)
+    assert step is not None
+    record = folder.record(step)
+    if problem := folder.problem_of(step, ".metadata"):
+        raise ValueError(f"step {step}: {problem}")
+    from spurline.train.checkpoint_contents import stored_tensors
+
+    tensors = stored_tensors(folder.at(step))
+    if options.json:
+        told = {**dataclasses.asdict(record), "tensors": [dataclasses.asdict(tensor) for tensor in tensors]}
+        print(json.dumps(told))
+        return 0
+    seen = "-" if record.tokens_seen is None else f"{record.tokens_seen:,}"
+    loss = "not measured" if record.validation_loss is None else f"{record.validation_loss:.4f}"
+    print(f"{folder.at(step)}: step {step}, {seen} tokens, validation loss {loss}, {_writers(record.num_ranks)}")
+    rows = [("tensor", "shape", "dtype", "bytes", "parts")]
+    rows += [
+        (t.name, "x".join(map(str, t.shape)) or "scalar", t.dtype, human(t.num_bytes), t.parts_by_dim) for t in tensors
+    ]
+    print(_table(rows))
+    print(f"{len(tensors)} tensors, {human(sum(tensor.num_bytes for tensor in tensors))} bytes")
+    return 0
+
+
+def prune_checkpoints(runs: list[str], options: Prune) -> int:
+    if options.keep is None or options.keep < 1:
+        given = "is missing" if options.keep is None else f"must be at least 1, got {options.keep}"
+        raise ValueError(f"--keep {given}: it says how many checkpoints stay")
+    folder = _folder(runs[0])
+    steps = folder.named_steps()
+    staying = {*steps[-options.keep :], folder.best(), _newest_whole(folder)}
+    going = [step for step in steps if step not in staying]
+    if not going:
+        print(f"nothing to remove: {len(steps)} checkpoints")
+        return 0
+    names = ", ".join(map(str, going))
+    if not options.yes and not (sys.stdin.isatty() and _agrees(f"remove the checkpoints of steps {names}? [y/N] ")):
+        print(f"would remove the checkpoints of steps {names}; --yes does it")
+        return 0
+    for step in going:
+        folder.remove(step)
+    print(f"removed the checkpoints of steps {names}")
+    return 0
+
+
+def _writers(num_ranks: int) -> str:
+    """Imported models were written by no rank of a run."""
+    return f"written by {num_ranks} rank{'s' if num_ranks > 1 else ''}" if num_ranks else "imported"
+
+
+def _agrees(question: str) -> bool:
+    return input(question).strip().lower() in ("y", "yes")
+
+
+def _newest_whole(folder: CheckpointFolder) -> int | None:
+    return next((step for step in reversed(folder.steps()) if not folder.problems(step)), None)
+
+
+def _folder(run: str) -> CheckpointFolder:
+    folder = CheckpointFolder(Path(run).expanduser())
+    if not folder.named_steps():
+        raise ValueError(
+            f"{folder.path} has no checkpoints: give a run's folder; runs write them with --checkpoint.enable"
+        )
+    return folder
+
+
+def _entry(folder: CheckpointFolder, step: int) -> dict[str, Any]:
+    try:
+        record = folder.record(step)
+    except ValueError as error:
+        return {"step": step, "problem": str(error)}
+    return {
+        "step": step,
+        "tokens_seen": record.tokens_seen,
+        "validation_loss": record.validation_loss,
+        "num_ranks": record.num_ranks,
+        "num_files": len(record.files),
+        "num_bytes": sum(stored.num_bytes for stored in record.files),
+        "problem": None,
+    }
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> str:
+    """The first and the last column to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *numbers, last in rows:
+        cells = [cell.rjust(width) for cell, width in zip(numbers, widths[1:-1], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *cells, last]).rstrip())
+    return "\n".join(lines)
+
+
+COMMANDS = {
+    "ls": Subcommand("List the checkpoints of a run.", "RUN", LS, Listing(), list_checkpoints),
+    "verify": Subcommand("Compare checkpoints with their checksums.", "RUN", VERIFY, Verify(), verify_checkpoints),
+    "inspect": Subcommand("Show the tensors of a checkpoint.", "RUN", INSPECT, Inspect(), inspect_checkpoint),
+    "prune": Subcommand("Remove old checkpoints.", "RUN", PRUNE, Prune(), prune_checkpoints),
+}

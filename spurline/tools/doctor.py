@@ -1,0 +1,245 @@
+"""`spurline doctor`: what is installed and what works here; what is off, why, and how to switch it on."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from spurline import __version__
+from spurline.tools.console import complain
+from spurline.tools.parsing import described, parse
+
+PROG = "spurline doctor"
+DESCRIPTION = """\
+Say what is installed and what works here: versions, devices, what the CPU can do,
+back ends, compiling. What is off comes with the reason and how to switch it on."""
+# extra: (its packages, what they are for)
+EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
+    "hf": (("safetensors", "tokenizers"), "Hugging Face checkpoints and tokenizers"),
+    "data": (("pyarrow", "datasets"), "Parquet and Hugging Face data sets"),
+    "images": (("pillow",), "pictures"),
+    "tensorboard": (("tensorboard",), "event files beside metrics.jsonl"),
+    "wandb": (("wandb",), "Weights & Biases"),
+    "peers": (("transformers", "torchtitan", "triton"), "what spurline bench compares with"),
+}
+
+
+@dataclass(frozen=True)
+class Command:
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff, described()] = False
+    """Print JSON instead of a table."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    name: str
+    works: bool
+    detail: str
+    hint: str = ""
+    """What to do about it."""
+
+
+def main(argv: list[str]) -> int:
+    command, problems = parse(Command, Command(), argv, PROG, DESCRIPTION)
+    if problems:
+        return complain(PROG, problems)
+    found = examine()
+    if command.json:
+        content = {part: [dataclasses.asdict(finding) for finding in findings] for part, findings in found.items()}
+        print(json.dumps(content, indent=2))
+    else:
+        _print(found)
+    return 0
+
+
+def examine() -> dict[str, list[Finding]]:
+    return {
+        "versions": _versions(),
+        "extras": _extras(),
+        "devices": [*_cpu(), *_accelerators()],
+        "back ends": _back_ends(),
+        "compile": _compile(),
+    }
+
+
+def _versions() -> list[Finding]:
+    system = f"{platform.system()} {platform.release()}, {platform.machine()}"
+    packages = [Finding(name, True, _version(name) or "?") for name in ("torch", "numpy")]
+    return [
+        Finding("spurline", True, __version__),
+        Finding("python", True, f"{platform.python_version()} on {system}"),
+        *packages,
+    ]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _extras() -> list[Finding]:
+    findings = []
+    for extra, (packages, purpose) in EXTRAS.items():
+        versions = {package: _version(package) for package in packages}
+        missing = [package for package, version in versions.items() if version is None]
+        if missing:
+            hint = f"pip install 'spurline[{extra}]'"
+            findings.append(Finding(extra, False, f"{purpose}: {' and '.join(missing)} not installed", hint))
+        else:
+            installed = ", ".join(f"{package} {version}" for package, version in versions.items())
+            findings.append(Finding(extra, True, f"{purpose}: {installed}"))
+    return findings
+
+
+def _cpu() -> list[Finding]:
+    import torch
+
+    can = torch.cpu.get_capabilities()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    name = can.get("cpu_name") or platform.processor() or "cpu"
+    few_threads = torch.get_num_threads() < can.get("num_physical_cores", 1) and "OMP_NUM_THREADS" in os.environ
+    vectors = [label for label, key in _VECTORS.items() if can.get(key)]
+    native = [label for label, key in _BF16.items() if can.get(key)]
+    return [
+        Finding("cpu", True, f"{name}, {cores} cores{_memory()}"),
+        Finding(
+            "threads",
+            not few_threads,
+            f"{torch.get_num_threads()} a rank",
+            "OMP_NUM_THREADS is set to less than there are cores; --training.threads overrides it"
+            if few_threads
+            else "",
+        ),
+        Finding("vectors", bool(vectors), ", ".join(vectors) or "none that matter"),
+        Finding(
+            "bfloat16",
+            bool(native),
+            f"by {', '.join(native)}" if native else "the CPU has no instructions for it",
+            "" if native else "on this CPU, train with --training.dtype float32",
+        ),
+        _allocator(),
+    ]
+
+
+_VECTORS = {"AVX2": "avx2", "AVX-512": "avx512_f", "AMX": "amx_tile", "NEON": "neon", "SVE": "sve"}
+_BF16 = {"AVX-512": "avx512_bf16", "AMX": "amx_bf16", "NEON": "bf16"}
+
+
+def _memory() -> str:
+    try:
+        found = re.search(r"^MemTotal:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    except OSError:
+        return ""
+    return f", {int(found[1]) * 1024 / 1e9:.0f} GB" if found else ""
+
+
+def _allocator() -> Finding:
+    """Which malloc this process has: it decides what large temporaries cost on a CPU."""
+    try:
+        loaded = re.search(r"(jemalloc|tcmalloc|mimalloc)", Path("/proc/self/maps").read_text())
+    except OSError:
+        loaded = None
+    if loaded:
+        return Finding("allocator", True, loaded[1])
+    return Finding("allocator", True, "the system's malloc")
+
+
+def _accelerators() -> list[Finding]:
+    import torch
+
+    from spurline.device import peak_flops
+
+    kind = torch.accelerator.current_accelerator(check_available=True) if torch.accelerator.is_available() else None
+    if kind is None:
+        return [Finding("accelerator", False, "none that this PyTorch can use", "models train on the CPU")]
+    findings = []
+    for index in range(torch.accelerator.device_count()):
+        device = torch.device(kind.type, index)
+        name = torch.get_device_module(device).get_device_name(device)
+        peak = peak_flops(device, torch.bfloat16)
+        known = f"{peak / 1e12:.0f} TFLOP/s in bfloat16" if peak else "peak not known, so no mfu"
+        findings.append(Finding(str(device), True, f"{name}, {known}"))
+    return findings
+
+
+def _back_ends() -> list[Finding]:
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return [Finding("distributed", False, "this PyTorch is built without it", "only one rank can train")]
+    gloo, nccl = dist.is_gloo_available(), dist.is_nccl_available()
+    wanted = torch.accelerator.is_available()
+    why_not = "not in this PyTorch" if wanted else "not in this PyTorch, and no accelerator would use it"
+    return [
+        Finding("gloo", gloo, "ranks on CPUs" if gloo else "not in this PyTorch: no ranks on CPUs"),
+        Finding(
+            "nccl",
+            nccl and wanted,
+            "ranks on accelerators" if nccl and wanted else why_not if not nccl else "no accelerator would use it",
+            "install a PyTorch for this accelerator" if wanted and not nccl else "",
+        ),
+    ]
+
+
+def _compile() -> list[Finding]:
+    import torch
+
+    compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))), None)
+    if not compiler:
+        cpu = Finding("inductor, cpu", False, "no C++ compiler found", "install g++ or clang++, or set CXX")
+    elif trouble := _first_error(compiler):
+        hint = "install the C++ standard library and this Python's headers (python3-dev)"
+        cpu = Finding("inductor, cpu", False, f"{compiler}: {trouble}", hint)
+    else:
+        cpu = Finding("inductor, cpu", True, f"by {compiler}")
+    findings = [cpu]
+    if torch.accelerator.is_available():
+        has_triton = importlib.util.find_spec("triton") is not None
+        detail = "by triton" if has_triton else "triton is not installed"
+        findings.append(
+            Finding("inductor, accelerator", has_triton, detail, "" if has_triton else "pip install triton")
+        )
+    if not all(finding.works for finding in findings):
+        findings.append(Finding("aot_eager", True, "--compile.backend aot_eager traces without generating code"))
+    return findings
+
+
+def _first_error(compiler: str) -> str:
+    """What the compiler objects to in a file that needs what generated code needs; empty if nothing."""
+    command = [compiler, "-fsyntax-only", "-x", "c++", f"-I{sysconfig.get_path('include')}", "-"]
+    source = "#include <Python.h>\n#include <vector>\n"
+    done = subprocess.run(command, input=source, capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return ""
+    return (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[0]
+
+
+def _print(found: dict[str, list[Finding]]) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False, soft_wrap=True)
+    width = max(len(finding.name) for findings in found.values() for finding in findings)
+    for part, findings in found.items():
+        console.print(Text(part, style="bold"))
+        for finding in findings:
+            mark = Text("  ok   ", style="green") if finding.works else Text("  off  ", style="yellow")
+            console.print(mark + Text(f"{finding.name:<{width}}  {finding.detail}"))
+            if finding.hint:
+                console.print(Text(" " * (width + 9) + finding.hint, style="cyan"))

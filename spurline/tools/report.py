@@ -1,0 +1,66 @@
+"""`spurline report`: one HTML page about one run, or several together. Free of torch."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from spurline.report.page import make_page
+from spurline.report.read import read_runs
+from spurline.tools.console import complain
+from spurline.tools.parsing import described, parse
+from spurline.tools.subcommands import take_arguments
+
+PROG = "spurline report"
+DESCRIPTION = """\
+Write one HTML page about a run, or about several together: curves, throughput,
+where the time goes, the load of experts, samples, warnings and the config. The
+page is a single file that needs no network.
+
+examples
+  spurline report outputs/my_run                        writes outputs/my_run/report.html
+  spurline report outputs/a outputs/b --out compare.html
+
+It may be written while a run goes on."""
+
+
+@dataclass(frozen=True)
+class Command:
+    out: Annotated[str, described("FILE")] = ""
+    """Where the page goes (default: report.html in the folder of the first run)."""
+
+
+def main(argv: list[str]) -> int:
+    folders, options = take_arguments(argv, Command())
+    command, problems = parse(Command, Command(), options, f"{PROG} RUN [RUN2 ...]", DESCRIPTION)
+    if not folders:
+        problems.append("which run? The folder of a run comes first, as in spurline report outputs/my_run")
+    if problems:
+        return complain(PROG, problems)
+    try:
+        path = write_report(folders, command.out)
+    except ValueError as error:
+        return complain(PROG, [str(error)])
+    except OSError as error:
+        return complain(PROG, [f"{error.filename or folders[0]}: {error.strerror or error}"])
+    print(f"report: {path}")
+    return 0
+
+
+def write_report(folders: list[str], out: str = "") -> Path:
+    """Write the page about the runs in `folders` and return where it is; what can't be read is a ValueError."""
+    page = make_page(read_runs(folders))
+    path = Path(out) if out else Path(folders[0]) / "report.html"
+    if path.is_dir():
+        raise ValueError(f"--out {path}: this is a folder; name a file")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"{path}: there is no folder {path.parent}")
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        temporary.write_text(page, encoding="utf-8", newline="\n")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path

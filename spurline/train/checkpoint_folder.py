@@ -1,0 +1,177 @@
+"""The folder of a run's checkpoints: what is in it, and how one is published or removed. Free of torch.
+
+step-00000100/                 a checkpoint: it got this name, by one rename, when it was complete
+  checkpoint.json              what it is of, and the size and checksum of every other file
+  .metadata, __0_0.distcp      what torch.distributed.checkpoint has written, a file or more a rank
+.step-00000200.tmp/            one that is being written, or that a kill has left
+.step-00000100.replaced.tmp/   one that steps aside for a new one of the same step
+.step-00000100.removed.tmp/    one that is being removed
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spurline.data.prepared_index import StoredFile, content_problem
+
+RECORD = "checkpoint.json"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Record:
+    """What there is to know about a checkpoint without reading its tensors."""
+
+    step: int
+    num_ranks: int
+    """Those that wrote it."""
+    tokens_seen: int | None
+    validation_loss: float | None
+    """At this step; None where it was not measured."""
+    best_validation_loss: float | None
+    """Of the run so far."""
+    model: dict[str, Any] | None
+    """The model's config."""
+    files: list[StoredFile]
+    version: int = VERSION
+
+
+class CheckpointFolder:
+    """The checkpoints of one run, by their steps. One process at a time changes them."""
+
+    def __init__(self, run_folder: str | os.PathLike[str]) -> None:
+        self.path = Path(run_folder) / "checkpoints"
+
+    def named_steps(self) -> list[int]:
+        """The steps of all folders that are named as a checkpoint, whole or not, ascending."""
+        names = [path.name for path in self.path.glob("step-*")]
+        return sorted(int(name.removeprefix("step-")) for name in names if re.fullmatch(r"step-\d{8,}", name))
+
+    def steps(self) -> list[int]:
+        """The steps of those that are complete, ascending."""
+        return [step for step in self.named_steps() if (self.at(step) / RECORD).exists()]
+
+    def at(self, step: int) -> Path:
+        return self.path / f"step-{step:08d}"
+
+    def temporary(self, step: int) -> Path:
+        return self.path / f".step-{step:08d}.tmp"
+
+    def complete(self, step: int) -> Path:
+        """Where the checkpoint of `step` is; a ValueError tells which there are if it isn't."""
+        if step not in self.steps():
+            there = ", ".join(map(str, self.steps())) or "none"
+            raise ValueError(f"there is no complete checkpoint {self.at(step)}; steps in that folder: {there}")
+        return self.at(step)
+
+    def record(self, step: int) -> Record:
+        """A ValueError says why it can't be read."""
+        return read_record(self.at(step))
+
+    def problems(self, step: int, share: int = 0, num_shares: int = 1) -> list[str]:
+        """What is wrong with the files of a checkpoint, or with every num_shares-th of them, from number `share` on."""
+        try:
+            record = self.record(step)
+        except ValueError as error:
+            return [str(error)]
+        by_size = sorted(record.files, key=lambda stored: -stored.num_bytes)
+        found = [self._content_problem(step, stored) for stored in by_size[share::num_shares]]
+        return [problem for problem in found if problem]
+
+    def problem_of(self, step: int, name: str) -> str:
+        """What is wrong with one file of a checkpoint whose record is whole, or nothing."""
+        (stored,) = (stored for stored in self.record(step).files if stored.name == name)
+        return self._content_problem(step, stored)
+
+    def _content_problem(self, step: int, stored: StoredFile) -> str:
+        return content_problem(str(self.at(step)), stored, lambda num_bytes: None)
+
+    def best(self) -> int | None:
+        """The step with the lowest validation loss, the newest of several."""
+        losses = {step: self._validation_loss(step) for step in self.steps()}
+        known = [(loss, -step) for step, loss in losses.items() if loss is not None]
+        return -min(known)[1] if known else None
+
+    def _validation_loss(self, step: int) -> float | None:
+        try:
+            return self.record(step).validation_loss
+        except ValueError:
+            return None
+
+    def publish(self, record: Record) -> None:
+        """Make a checkpoint of the temporary folder of its step, whose files are all written."""
+        temporary, path = self.temporary(record.step), self.at(record.step)
+        write_record(temporary, record)
+        _sync(temporary)
+        if path.exists():
+            path.rename(self._aside(record.step))
+        temporary.rename(path)
+        _sync(self.path)
+        shutil.rmtree(self._aside(record.step), ignore_errors=True)
+
+    def remove(self, step: int) -> None:
+        """What has to go gets another name first: a kill during the removal leaves nothing that passes for complete."""
+        removed = self.path / f".step-{step:08d}.removed.tmp"
+        if removed.exists():
+            shutil.rmtree(removed)
+        self.at(step).rename(removed)
+        shutil.rmtree(removed)
+
+    def clean(self) -> None:
+        """Tidy up after a kill; not while another process writes."""
+        for aside in self.path.glob(".step-*.replaced.tmp"):
+            # Killed between two renames: the new one has not taken its place.
+            path = self.path / aside.name.removeprefix(".").removesuffix(".replaced.tmp")
+            if not path.exists():
+                aside.rename(path)
+        for path in self.path.glob(".step-*.tmp"):
+            shutil.rmtree(path)
+
+    def _aside(self, step: int) -> Path:
+        return self.path / f".step-{step:08d}.replaced.tmp"
+
+
+def write_record(folder: Path, record: Record) -> None:
+    content = dataclasses.asdict(record)
+    with open(folder / RECORD, "w", encoding="utf-8") as file:
+        json.dump({"sha256": _sha256(content), "checkpoint": content}, file, indent=2)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_record(folder: Path) -> Record:
+    """What `write_record` wrote; a ValueError names the file and what is wrong with it."""
+    path = folder / RECORD
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        content = stored["checkpoint"]
+        if stored["sha256"] != _sha256(content):
+            raise ValueError("its checksum is not that of its content")
+    except OSError as error:
+        raise ValueError(f"can't read '{path}': {error.strerror}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"'{path}' is damaged: {error}") from None
+    if content["version"] != VERSION:
+        raise ValueError(f"'{path}' has version {content['version']}, not {VERSION}")
+    return Record(**{**content, "files": [StoredFile(**file) for file in content["files"]]})
+
+
+def _sha256(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _sync(folder: Path) -> None:
+    """Have the names in a folder on the disk, not only the files."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,43 @@
+"""Metrics as TensorBoard event files, in `<run>/tensorboard/`."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+
+def is_installed() -> bool:
+    return importlib.util.find_spec("tensorboard") is not None
+
+
+class TensorBoardWriter:
+    """Takes the same records as MetricsWriter; with `resume_from_step=n` TensorBoard forgets what came after step n."""
+
+    def __init__(self, folder: str | os.PathLike[str], resume_from_step: int | None = None) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # A new run in an old folder starts over too, as metrics.jsonl does.
+        first_step = (resume_from_step or 0) + 1
+        self._writer = SummaryWriter(str(Path(folder) / "tensorboard"), purge_step=first_step)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        step = record["step"]
+        for name, value in scalars(record):
+            self._writer.add_scalar(name, value, step)
+        for warning in record.get("warnings", ()):
+            self._writer.add_text("warnings", warning, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def scalars(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """The numbers in a record but its step, each under its path: ("routing/layers.1.moe/load", 1.2)."""
+    for key, value in record.items():
+        if isinstance(value, Mapping):
+            yield from scalars(value, f"{prefix}{key}/")
+        elif isinstance(value, int | float) and prefix + key != "step":
+            yield prefix + key, value

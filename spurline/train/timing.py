@@ -1,0 +1,170 @@
+"""Where the time of a step goes: its phases and, within a phase, the parts of MoE layers.
+
+Every moment belongs to one part, the innermost, so the parts of a step add up to the step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spurline.moe import MoE
+from spurline.parallel.blocks import blocks_of
+
+_REST_OF_STEP = "other"
+_REST_OF_PHASE = ""
+
+
+class StepTimer:
+    """Counts the seconds of steps, phases and parts; costs two looks at the clock for each.
+
+        with timer.step():
+            with timer.phase("forward"):
+                ...
+        timer.read()  # {"step_time": .., "data_wait": .., "step_time_parts": {"forward": .., "other": ..}}
+
+    Outside `step()` phases and parts pass unnoticed, as those of a validation should. On an accelerator the clock is
+    a mark in its queue of work, so that nothing waits for it before the step is done.
+    """
+
+    def __init__(self, device: torch.device | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock: Callable[[], Any] = clock
+        if device is not None and device.type != "cpu":
+            self._clock = partial(_mark_in_queue, device)
+        self._marks: list[tuple[Any, str]] = []  # moments, each with what begins then
+        self._under_way: list[str] = []  # the phase, then its parts, the innermost last
+        self._in_step = False
+        self._seconds: dict[str, float] = {}
+        self._num_steps = 0
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        self._in_step = True
+        self._mark()
+        try:
+            yield
+            self._mark()
+            self._add_up()
+        finally:
+            self._marks.clear()
+            self._in_step = False
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Phases follow each other. The one named `data` is what read() calls data_wait."""
+        if not self._in_step:
+            yield
+            return
+        assert not self._under_way, f"phase {name} inside phase {self._under_way[0]}"
+        self._under_way = [name]
+        self._mark()
+        try:
+            yield
+        finally:
+            self._under_way = []
+            self._mark()
+
+    def enter(self, part: str) -> None:
+        if self._under_way:
+            self._under_way.append(part)
+            self._mark()
+
+    def leave(self, part: str) -> None:
+        """End the innermost `part`, and what inside it never said that it was done."""
+        for place in range(len(self._under_way) - 1, 0, -1):
+            if self._under_way[place] == part:
+                del self._under_way[place:]
+                self._mark()
+                return
+
+    def read(self) -> dict[str, Any]:
+        """Mean seconds a step since the last reading; nothing if there was no step."""
+        num_steps, parts = self._num_steps, self._seconds
+        self._num_steps, self._seconds = 0, {}
+        if not num_steps:
+            return {}
+        parts = {name: seconds / num_steps for name, seconds in parts.items()}
+        return {"step_time": sum(parts.values()), "data_wait": parts.get("data", 0.0), "step_time_parts": parts}
+
+    def _mark(self) -> None:
+        phase, part = (self._under_way or [_REST_OF_STEP])[0], self._under_way[-1] if len(self._under_way) > 1 else ""
+        self._marks.append((self._clock(), phase if part == _REST_OF_PHASE else f"{phase}.{part}"))
+
+    def _add_up(self) -> None:
+        for (start, name), (end, _) in zip(self._marks, self._marks[1:], strict=False):
+            self._seconds[name] = self._seconds.get(name, 0.0) + _seconds_between(start, end)
+        self._num_steps += 1
+
+
+def _mark_in_queue(device: torch.device) -> torch.Event:
+    event = torch.Event(device, enable_timing=True)
+    event.record()
+    return event
+
+
+def _seconds_between(start: Any, end: Any) -> float:
+    if isinstance(start, float):
+        return end - start
+    end.synchronize()
+    return start.elapsed_time(end) / 1000
+
+
+def watch_layers(model: nn.Module, timer: StepTimer) -> None:
+    """Have the MoE layers of a model tell `timer` about their parts, in forward and backward passes alike.
+
+    `experts` are the routed experts, `exchange` is the rest of the layer without the shared ones: the gate, the plan,
+    rows to the experts and back (where experts fetch their rows by themselves, that counts as theirs). For models that
+    aren't compiled, as the hooks would be traced.
+    """
+    for block in blocks_of(model):
+        for child in block.children():
+            # Of others the forward alone, as a backward pass may compute a whole block again from within its MoE layer.
+            _watch_forward(child, "exchange" if isinstance(child, MoE) else _REST_OF_PHASE, timer)
+            if isinstance(child, MoE):
+                _watch_backward(child, "exchange", timer)
+                _watch_forward(child.experts, "experts", timer)
+                _watch_backward(child.experts, "experts", timer)
+                if child.shared_experts is not None:
+                    _watch_forward(child.shared_experts, _REST_OF_PHASE, timer)
+                    _watch_last_of_backward(child.shared_experts, timer)
+
+
+def _watch_forward(module: nn.Module, part: str, timer: StepTimer) -> None:
+    module.register_forward_pre_hook(lambda *_: timer.enter(part))
+    # Always: recomputation leaves a forward by an exception as soon as it has what it needs.
+    module.register_forward_hook(lambda *_: timer.leave(part), always_call=True)
+
+
+def _watch_backward(module: nn.Module, part: str, timer: StepTimer) -> None:
+    """For modules that use their input once, or alone: the parts of its gradient are summed up inside first."""
+    module.register_full_backward_pre_hook(lambda *_: timer.enter(part))
+    module.register_full_backward_hook(lambda *_: timer.leave(part))
+
+
+def _watch_last_of_backward(module: nn.Module, timer: StepTimer) -> None:
+    """From here to the end of its MoE layer's backward pass, time is the phase's: only the gate comes later."""
+
+    def mark(module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+        return _InBackward.apply(output, partial(timer.enter, _REST_OF_PHASE)) if torch.is_grad_enabled() else None
+
+    module.register_forward_hook(mark)
+
+
+class _InBackward(torch.autograd.Function):
+    """The identity, which calls `tell` when the backward pass comes by."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tell: Callable[[], None]) -> Tensor:
+        ctx.tell = tell
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.tell()
+        return grad, None

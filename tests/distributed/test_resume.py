@@ -1,0 +1,235 @@
+"""Runs that stop and go on: bit for bit in the same layout, and with the same samples in any other."""
+
+import contextlib
+import errno
+import io
+import json
+import os
+import random
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from spurline.config import Checkpoint, Data, Debug, Job, LRScheduler, Metrics, Parallelism, RunConfig, Training
+from spurline.models.deepseek_v3.configs import DeepSeekV3Config
+from spurline.moe.config import MoEConfig
+from spurline.testing import RankPool
+from spurline.train import trainer as trainer_module
+from spurline.train.checkpoint_writer import ChecksummedStream
+from spurline.train.trainer import Trainer, make_trainer, train
+
+SEQUENCES = 8
+# What a run repeats exactly; the others are time and memory.
+REPEATABLE = ("step", "loss", "balance_loss", "grad_norm", "lr", "expert_load", "tokens_seen", "validation_loss")
+
+
+class Layout(NamedTuple):
+    world: int
+    tp: int = 1
+    ep: int = 1
+    etp: int = 1
+
+
+LAYOUTS = {"alone": Layout(1), "fsdp2": Layout(2), "ep2": Layout(2, ep=2), "fsdp-ep-tp": Layout(4, tp=2, ep=2)}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("text")
+    words = random.Random(0)
+    content = " ".join("".join(words.choices("aeinrst", k=words.randint(1, 6))) for _ in range(1500))
+    (folder / "a.txt").write_text(content)
+    return str(folder)
+
+
+def make_config(text: str, folder: Path, layout: Layout, backend: str = "auto", **checkpoint: Any) -> RunConfig[Any]:
+    moe = MoEConfig(hidden_dim=16, num_experts=8, top_k=2, num_shared_experts=1, bias_update_rate=1e-3)
+    return RunConfig(
+        job=Job(str(folder)),
+        model=DeepSeekV3Config(
+            vocab_size=260,
+            dim=16,
+            num_layers=2,
+            dense_hidden_dim=24,
+            num_heads=4,
+            q_lora_rank=8,
+            kv_lora_rank=8,
+            qk_nope_head_dim=4,
+            qk_rope_head_dim=4,
+            v_head_dim=4,
+            moe=replace(moe, experts_backend=backend),
+        ),
+        training=Training(
+            steps=6,
+            seq_len=16,
+            local_batch_size=SEQUENCES * layout.tp // layout.world,
+            global_batch_size=SEQUENCES,
+            threads=1,
+        ),
+        lr_scheduler=LRScheduler(warmup_steps=2),
+        parallelism=Parallelism(1, -1, layout.tp, layout.ep, layout.etp),
+        data=Data(path=text, validation_fraction=0.05),
+        metrics=Metrics(validation_batches=1, validation_interval=0, sample_tokens=0, tensorboard=False),
+        checkpoint=Checkpoint(**{"enable": True, "interval": 2, **checkpoint}),
+    )
+
+
+class Outcome(NamedTuple):
+    out: str
+    weights: dict[str, torch.Tensor]
+    ids_by_step: dict[int, list[int]]
+    """What this rank read."""
+
+
+def run(rank: int, config: RunConfig[Any], sigterm_after: int = 0, of_rank: int = 0) -> Outcome:
+    """A whole run, by one of its ranks; a signal may reach one rank in the middle of a step."""
+    made: list[Trainer] = []
+    ids_by_step: dict[int, list[int]] = {}
+
+    def noted(*args: Any) -> Trainer:
+        trainer = make_trainer(*args)
+        made.append(trainer)
+        step, micro_batches, sample_ids = trainer.step, trainer.micro_batches, trainer.data.train.sample_ids
+
+        def signalled(number: int) -> dict[str, Any]:
+            if number == sigterm_after and rank == of_rank:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return step(number)
+
+        def read(number: int) -> Any:
+            ids_by_step[number] = []
+            trainer.data.train.sample_ids = lambda *args: [
+                ids_by_step[number].append(i) or i for i in sample_ids(*args)
+            ]
+            return micro_batches(number)
+
+        trainer.step, trainer.micro_batches = signalled, read  # type: ignore[method-assign]
+        return trainer
+
+    out = io.StringIO()
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    with (
+        mock.patch.dict(os.environ, {"WORLD_SIZE": str(size)}),
+        mock.patch.object(trainer_module, "make_trainer", noted),
+        contextlib.redirect_stdout(out),
+    ):
+        train("deepseek_v3", "deepseek_v3_debugmodel", config)
+    state = made[0].model.state_dict()
+    weights = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in state.items()}
+    return Outcome(out.getvalue(), {name: weight.clone() for name, weight in weights.items()}, ids_by_step)
+
+
+def run_all(ranks: RankPool, layout: Layout, config: RunConfig[Any], **options: Any) -> list[Outcome]:
+    if layout.world == 1:
+        return [run(0, config, **options)]
+    return ranks.run(run, layout.world, config, *options.values())
+
+
+def records_of(folder: Path) -> list[dict[str, Any]]:
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: record[key] for key in REPEATABLE if key in record} for record in records]
+
+
+@pytest.mark.parametrize(
+    ("name", "async_mode"), [*((name, "disabled") for name in LAYOUTS), ("alone", "async"), ("ep2", "async")]
+)
+def test_a_run_that_sigterm_has_stopped_goes_on_bit_for_bit(
+    ranks: RankPool, text: str, tmp_path: Path, name: str, async_mode: str
+) -> None:
+    layout = LAYOUTS[name]
+    whole = run_all(ranks, layout, make_config(text, tmp_path / "whole", layout, async_mode=async_mode))
+    config = make_config(text, tmp_path / "stopped", layout, async_mode=async_mode)
+    stopped = run_all(ranks, layout, config, sigterm_after=3, of_rank=layout.world - 1)
+    assert "stopped after step 3, as a signal asked for it: the same command goes on from there" in stopped[0].out
+    assert [record["step"] for record in records_of(tmp_path / "stopped")] == [1, 2, 3]
+    resumed = run_all(ranks, layout, config)
+    assert "going on from the checkpoint of step 3" in resumed[0].out
+    assert records_of(tmp_path / "stopped") == records_of(tmp_path / "whole")
+    for actual, expected in zip(resumed, whole, strict=True):
+        assert [
+            name for name in expected.weights if not torch.equal(actual.weights[name], expected.weights[name])
+        ] == []
+
+
+def chain(ranks: RankPool, text: str, folder: Path, layouts: list[tuple[Layout, str]]) -> dict[int, list[int]]:
+    """One run whose layout changes after each two steps; returns what was read in each step, of all ranks."""
+    ids_by_step: dict[int, list[int]] = {}
+    for number, (layout, backend) in enumerate(layouts, 1):
+        config = replace(make_config(text, folder, layout, backend), debug=Debug(stop_after=2 * number))
+        outcomes = run_all(ranks, layout, config)
+        assert ("going on from the checkpoint" in outcomes[0].out) == (number > 1)
+        for outcome in outcomes[:: layout.tp]:  # the ranks of a tp group read the same
+            for step, ids in outcome.ids_by_step.items():
+                ids_by_step.setdefault(step, []).extend(ids)
+    return ids_by_step
+
+
+CHAINS = {
+    "4-2-1 ranks": [(Layout(4, ep=2), "auto"), (Layout(2), "loop"), (Layout(1), "auto")],
+    "ep 1-2-4": [(Layout(1), "auto"), (Layout(2, ep=2), "auto"), (Layout(4, ep=4), "auto")],
+    "ep 4-1-2, tp, etp": [(Layout(4, tp=2, ep=4), "auto"), (Layout(2, tp=2), "auto"), (Layout(4, ep=2, etp=2), "loop")],
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_ranks_may_change_and_every_sample_is_read_once(ranks: RankPool, text: str, tmp_path: Path, name: str) -> None:
+    (alone,) = run_all(ranks, Layout(1), make_config(text, tmp_path / "whole", Layout(1)))
+    ids_by_step = chain(ranks, text, tmp_path / "changing", CHAINS[name])
+    assert {step: sorted(ids) for step, ids in ids_by_step.items()} == {
+        step: sorted(ids) for step, ids in alone.ids_by_step.items()
+    }
+    seen = [i for ids in ids_by_step.values() for i in ids]
+    assert len(seen) == len(set(seen)) == 6 * SEQUENCES
+    for record, expected in zip(records_of(tmp_path / "changing"), records_of(tmp_path / "whole"), strict=True):
+        assert record["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert record["expert_load"] == expected["expert_load"]
+
+
+def run_with_a_full_disk(rank: int, config: RunConfig[Any], full_on: int) -> str:
+    write = ChecksummedStream.write
+
+    def full(self: ChecksummedStream, data: Any) -> int:
+        if "step-00000004" in str(self._file.name):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(self, data)
+
+    patched = mock.patch.object(ChecksummedStream, "write", full) if rank == full_on else contextlib.nullcontext()
+    with patched, pytest.raises(ValueError, match="can't write") as refused:
+        run(rank, config)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("async_mode", ["disabled", "async"])
+@pytest.mark.parametrize("full_on", [0, 1])
+def test_a_full_disk_on_one_rank_ends_all_with_its_message(
+    ranks: RankPool, text: str, tmp_path: Path, full_on: int, async_mode: str
+) -> None:
+    layout = LAYOUTS["ep2"]
+    config = make_config(text, tmp_path, layout, async_mode=async_mode)
+    told = ranks.run(run_with_a_full_disk, 2, config, full_on)
+    reason = f"No space left on device (rank {full_on}). The older ones are as they were"
+    assert told == [f"can't write the checkpoint of step 4: {reason}"] * 2
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000002"]
+    assert "going on from the checkpoint of step 2" in run_all(ranks, layout, config)[0].out
+
+
+def test_damage_is_found_by_all_ranks_together(ranks: RankPool, text: str, tmp_path: Path) -> None:
+    layout = LAYOUTS["fsdp2"]
+    config = make_config(text, tmp_path, layout)
+    run_all(ranks, layout, replace(config, debug=Debug(stop_after=4)))
+    shard = tmp_path / "checkpoints" / "step-00000004" / "__1_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[1000] ^= 1
+    shard.write_bytes(content)
+    out = run_all(ranks, layout, config)[0].out
+    (line,) = [line for line in out.splitlines() if "damaged" in line]
+    assert line.startswith("going back to the checkpoint of step 2: that of step 4 is damaged, '")
+    assert "step-00000004/__1_0.distcp' is damaged" in line
+    assert [record["step"] for record in records_of(tmp_path)] == [1, 2, 3, 4, 5, 6]

@@ -1,0 +1,123 @@
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from spurline.train.checkpoint import Checkpoints
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run with the checkpoints of steps 1 to 4, the second of which is the best."""
+    checkpoints = Checkpoints(tmp_path / "run", 1, 0, model_config={"dim": 3})
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    for step, loss in enumerate([3.0, 1.0, 2.0, None], 1):
+        checkpoints.save(step, model, optimizer, {"tokens_seen": 1000 * step, "validation_loss": loss})
+    return checkpoints.folder
+
+
+def flip_a_bit(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_ls_tells_what_there_is_and_which_is_the_best(spurline, run):
+    code, out, err = spurline("checkpoint", "ls", "run")
+    assert (code, err) == (0, "")
+    rows = [line.split() for line in out.splitlines()]
+    assert rows[0] == ["step", "tokens", "validation", "loss", "ranks", "files", "bytes"]
+    assert [row[:5] for row in rows[1:]] == [
+        ["1", "1,000", "3.0000", "1", "2"],
+        ["2", "2,000", "1.0000", "1", "2"],
+        ["3", "3,000", "2.0000", "1", "2"],
+        ["4", "4,000", "-", "1", "2"],
+    ]
+    assert [row[-1] == "best" for row in rows[1:]] == [False, True, False, False]
+
+
+def test_ls_as_json_and_with_one_that_is_damaged(spurline, run):
+    (run / "step-00000003" / "checkpoint.json").unlink()
+    entries = [json.loads(line) for line in spurline("checkpoint", "ls", "run", "--json").out.splitlines()]
+    assert [(entry["step"], entry["best"]) for entry in entries] == [(1, False), (2, True), (3, False), (4, False)]
+    files = list((run / "step-00000001").iterdir())
+    assert entries[0]["num_bytes"] == sum(file.stat().st_size for file in files if file.name != "checkpoint.json")
+    assert entries[2]["problem"].endswith("step-00000003/checkpoint.json': No such file or directory")
+    assert "No such file or directory" in spurline("checkpoint", "ls", "run").out.splitlines()[3]
+
+
+def test_verify_reads_all_or_one_and_names_what_is_damaged(spurline, run):
+    code, out, _ = spurline("checkpoint", "verify", "run")
+    assert (code, len(out.splitlines())) == (0, 4)
+    assert out.startswith("step 1: 2 files are whole, ")
+    flip_a_bit(run / "step-00000002" / "__0_0.distcp")
+    assert spurline("checkpoint", "verify", "run", "--step", "3").code == 0
+    code, out, err = spurline("checkpoint", "verify", "run")
+    assert (code, err) == (1, "")
+    assert "step 2: 'run/checkpoints/step-00000002/__0_0.distcp' is damaged: " in out
+    assert out.splitlines()[-1].startswith("1 of 4 checkpoints are damaged: ")
+
+
+def test_inspect_shows_the_tensors_of_the_newest_or_of_a_step(spurline, run):
+    code, out, _ = spurline("checkpoint", "inspect", "run")
+    assert code == 0
+    lines = out.splitlines()
+    assert lines[0].endswith("step-00000004: step 4, 4,000 tokens, validation loss not measured, written by 1 rank")
+    rows = {line.split()[0]: line.split()[1:] for line in lines[2:-1]}
+    assert rows["model.weight"] == ["2x3", "float32", "24", "whole"]
+    assert rows["optimizer.exp_avg.bias"] == ["2", "float32", "8", "whole"]
+    assert rows["optimizer.step.bias"][0] == "scalar"
+    told = json.loads(spurline("checkpoint", "inspect", "run", "--step", "2", "--json").out)
+    assert (told["step"], told["model"], told["validation_loss"]) == (2, {"dim": 3}, 1.0)
+    assert {tensor["name"] for tensor in told["tensors"]} == rows.keys()
+
+
+def test_prune_keeps_the_newest_and_the_best_and_asks_first(spurline, run):
+    code, out, _ = spurline("checkpoint", "prune", "run", "--keep", "1")
+    assert (code, out) == (0, "would remove the checkpoints of steps 1, 3; --yes does it\n")
+    assert len(names(run)) == 4
+    assert spurline("checkpoint", "prune", "run", "--keep", "1", "--yes").out.startswith("removed ")
+    assert names(run) == ["step-00000002", "step-00000004"]
+    assert spurline("checkpoint", "prune", "run", "--keep", "1", "--yes").out.startswith("nothing to remove")
+
+
+def test_prune_never_removes_the_last_one_that_is_whole(spurline, run):
+    flip_a_bit(run / "step-00000004" / ".metadata")
+    spurline("checkpoint", "prune", "run", "--keep", "1", "--yes")
+    assert names(run) == ["step-00000002", "step-00000003", "step-00000004"]
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        ("ls nowhere", "nowhere/checkpoints has no checkpoints"),
+        ("ls", "RUN is missing"),
+        (
+            "verify run --step 9",
+            "there is no complete checkpoint run/checkpoints/step-00000009; steps in that folder: 1, ",
+        ),
+        ("inspect run --step 9", "there is no complete checkpoint"),
+        ("prune run", "--keep is missing"),
+        ("prune run --keep 0", "--keep must be at least 1, got 0"),
+        ("list run", "there is no 'list'"),
+    ],
+)
+def test_what_is_wrong_is_one_line(spurline, run, command, told):
+    code, out, err = spurline("checkpoint", *command.split())
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert told in err
+
+
+def test_inspect_does_not_read_a_damaged_index(spurline, run):
+    flip_a_bit(run / "step-00000004" / ".metadata")
+    code, _, err = spurline("checkpoint", "inspect", "run")
+    assert code == 2
+    assert "step 4: 'run/checkpoints/step-00000004/.metadata' is damaged" in err
