@@ -6,6 +6,7 @@ import shutil
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,10 +21,13 @@ from spurline.models.common.hf import Slot
 from spurline.train.checkpoint import Checkpoints
 
 
-def import_folder(source: Path, out: Path, dtype: torch.dtype | None = None, verify: bool = False) -> list[str]:
+def import_folder(
+    source: Path, out: Path, dtype: torch.dtype | None = None, verify: bool = False, with_mtp: bool = False
+) -> list[str]:
     """Make the run folder `out` of the Hugging Face folder `source`; returns what there is to tell, a line each.
 
-    The weights become the checkpoint of step 0, in `dtype` or as they are. What doesn't fit is refused with a
+    The weights become the checkpoint of step 0, in `dtype` or as they are; those of multi-token prediction, which are
+    not needed to compute logits, only `with_mtp`. What doesn't fit is refused with a
     ValueError that names it, and then nothing is written.
     """
     if not source.is_dir():
@@ -31,6 +35,8 @@ def import_folder(source: Path, out: Path, dtype: torch.dtype | None = None, ver
     their_config = read_json(source / "config.json")
     architecture = find_architecture(their_config, f"{source / 'config.json'}")
     model = read_model_config(architecture, their_config, f"{source / 'config.json'}")
+    if with_mtp:
+        model = _with_mtp(model, their_config, f"{source / 'config.json'}")
     stored = find_tensors(source)
     slots, told = account(architecture, model, their_config, stored, f"{source}")
     max_length = their_config.get("max_position_embeddings")
@@ -50,6 +56,13 @@ def import_folder(source: Path, out: Path, dtype: torch.dtype | None = None, ver
             told.append(compare_logits(model, folder, 0, source, dtype))
     told.append(f"run folder: {out}, copied with it: {', '.join(copied) or 'none'}")
     return told
+
+
+def _with_mtp(model: Any, their_config: dict[str, Any], where: str) -> Any:
+    num_layers = their_config.get("num_nextn_predict_layers") or 0
+    if not num_layers or not hasattr(model, "num_mtp_layers"):
+        raise ValueError(f"{where} has no num_nextn_predict_layers above 0: leave out --mtp")
+    return replace(model, num_mtp_layers=num_layers)
 
 
 def write_checkpoint(run_folder: Path, slots: list[Slot], stored: dict[str, Stored], dtype: torch.dtype | None) -> None:

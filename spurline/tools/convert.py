@@ -48,13 +48,19 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?) *([KMG]?)B?", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Conversion:
-    """The options of from-hf, which both directions have."""
+    """The options that both directions have."""
 
     dtype: Literal["keep", "float32", "bfloat16"] = "keep"
     """Type of the written weights: as they are, or rounded. The selection bias of experts always stays as it is."""
     verify: Annotated[bool, tyro.conf.FlagCreatePairsOff, described()] = False
     """Compare the logits with those of transformers first; needs that package, and both models in memory."""
     import_: UserPackage = ""
+
+
+@dataclass(frozen=True)
+class FromHF(Conversion):
+    mtp: Annotated[bool, tyro.conf.FlagCreatePairsOff, described()] = False
+    """Take over what predicts further tokens too (DeepSeek-V3's MTP modules), to train on with it."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,7 @@ class ToHF(Conversion):
 
 
 _DIRECTIONS: dict[str, tuple[Conversion, str, str]] = {
-    "from-hf": (Conversion(), FROM_HF, "PATH"),
+    "from-hf": (FromHF(), FROM_HF, "PATH"),
     "to-hf": (ToHF(), TO_HF, "RUN"),
 }
 
@@ -97,7 +103,7 @@ def _without_folders(argv: list[str]) -> tuple[list[str], list[str]]:
     folders, given = split_options(argv)
     options: list[str] = []
     for option in given:
-        num_values = 0 if option.name == "verify" else 1
+        num_values = 0 if option.name in ("verify", "mtp") else 1
         rest = option.values[num_values:]
         folders += rest
         options += option.tokens[: len(option.tokens) - len(rest)]
@@ -134,10 +140,11 @@ def _convert(command: Conversion, source: Path, out: Path) -> list[str]:
         "dtype": None if command.dtype == "keep" else getattr(torch, command.dtype),
         "verify": command.verify,
     }
-    if not isinstance(command, ToHF):
+    if isinstance(command, FromHF):
         from spurline.hf.importing import import_folder
 
-        return import_folder(source, out, **settings)
+        return import_folder(source, out, with_mtp=command.mtp, **settings)
     from spurline.hf.exporting import export_run
 
+    assert isinstance(command, ToHF)
     return export_run(source, out, command.step, max_shard_bytes=_num_bytes(command.max_shard_size), **settings)

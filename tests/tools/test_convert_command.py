@@ -88,6 +88,45 @@ def test_training_starts_from_the_imported_weights(spurline, theirs, tmp_path):
         torch.testing.assert_close(trainer.model.eval()(tokens_BL), expected_BLV, rtol=0, atol=1e-5)
 
 
+def test_modules_that_predict_further_tokens_come_and_go(spurline, theirs, tmp_path):
+    model = [
+        "--model.num_mtp_layers",
+        "1",
+        "--model.num_layers",
+        "2",
+        "--model.dim",
+        "32",
+        "--model.moe.hidden_dim",
+        "16",
+    ]
+    small = [
+        "--training.steps",
+        "1",
+        "--training.seq_len",
+        "16",
+        "--training.threads",
+        "1",
+        "--metrics.sample_tokens",
+        "0",
+    ]
+    options = ["--module", "deepseek_v3", "--config", "deepseek_v3_debugmodel", "--checkpoint.enable", *model, *small]
+    assert spurline("train", *options, "--job.dump_folder", "run").code == 0
+    assert spurline("convert", "to-hf", "run", "theirs").code == 0
+    assert spurline("convert", "from-hf", "theirs", "again", "--mtp").code == 0
+    assert spurline("convert", "to-hf", "again", "back").code == 0
+    weights = [(tmp_path / folder / "model.safetensors").read_bytes() for folder in ("theirs", "back")]
+    assert weights[0] == weights[1]
+    assert b"model.layers.2.eh_proj.weight" in weights[0]
+
+    code, out, _ = spurline("convert", "from-hf", "theirs", "without")
+    assert code == 0
+    assert "a head that predicts further tokens" in out
+    assert json.loads((tmp_path / "without" / "config.json").read_text())["model"]["num_mtp_layers"] == 0
+    code, out, err = spurline("convert", "from-hf", str(theirs), "none", "--mtp")
+    assert (code, out) == (2, "")
+    assert "eh_proj" in err or "num_nextn_predict_layers" in err
+
+
 def test_a_wrong_conversion_is_found_and_nothing_stays(spurline, theirs, tmp_path, monkeypatch):
     ours = verify._our_model
 
