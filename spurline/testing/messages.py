@@ -24,6 +24,7 @@ class Returned(NamedTuple):
     result: bytes
     num_collectives: int
     num_groups: int
+    num_threads: int
 
 
 class Raised(NamedTuple):

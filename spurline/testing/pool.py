@@ -22,6 +22,9 @@ from spurline.testing.messages import Call, Raised, Returned, World
 _PRELOAD = ["torch.distributed.fsdp", "torch._dynamo", "spurline.testing.worker"]
 _PRELOAD_IF_IN_USE = ["pytest", "hypothesis"]
 _SECONDS_TO_START = 120.0
+# What a program keeps of a world that is gone (a mesh in a cache is enough) keeps gloo's threads too, and each of them
+# wakes up all the time: thousands of them take the whole machine. A process with more than these is replaced.
+_MOST_THREADS = 100
 
 
 class RankPool:
@@ -62,14 +65,15 @@ class RankPool:
         except BaseException:
             # Some ranks may sit in a collective for ever, others may have one in flight: none is used again.
             self._world = None
-            for worker in workers:
-                worker.stop()
-                self._workers.remove(worker)
+            self._retire(workers)
             raise
         if len({r.num_collectives for r in returned}) > 1 or any(r.num_groups != 1 for r in returned):
             self._world = None
             for worker in workers:
                 worker.send(None)
+        if max(r.num_threads for r in returned) > _MOST_THREADS:
+            self._world = None
+            self._retire(workers)
         return [pickle.loads(r.result) for r in returned]
 
     def close(self) -> None:
@@ -90,6 +94,11 @@ class RankPool:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def _retire(self, workers: list["_Worker"]) -> None:
+        for worker in workers:
+            worker.stop()
+            self._workers.remove(worker)
 
     def _first_workers(self, number: int) -> list["_Worker"]:
         started = [_Worker(self._fresh_path("stack")) for _ in range(len(self._workers), number)]
