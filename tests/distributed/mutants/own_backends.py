@@ -1,19 +1,19 @@
 """Two experts backends as a user may bring them: `right`, and `wrong` by a thousandth."""
 
-import multiprocessing
+import torch
+import torch.nn.functional as F
 
-if multiprocessing.parent_process() is not None:  # on ranks only
-    import torch
-    import torch.nn.functional as F
+from spurline.moe.experts import register_experts_backend
 
-    from spurline.moe.experts import register_experts_backend
 
-    def right(rows_RD, w1_eFD, w3_eFD, w2_eDF, rows_per_expert):
-        parts = zip(rows_RD.split(list(rows_per_expert)), w1_eFD, w3_eFD, w2_eDF, strict=True)
-        return torch.cat([(F.silu(x @ w1.t()) * (x @ w3.t())) @ w2.t() for x, w1, w3, w2 in parts])
+def right(rows_RD, w1_eFD, w3_eFD, w2_eDF, rows_per_expert):
+    parts = zip(rows_RD.split(list(rows_per_expert)), w1_eFD, w3_eFD, w2_eDF, strict=True)
+    return torch.cat([(F.silu(x @ w1.t()) * (x @ w3.t())) @ w2.t() for x, w1, w3, w2 in parts])
 
-    def wrong(*arguments):
-        return right(*arguments) * 1.001
 
-    register_experts_backend("right", right)
-    register_experts_backend("wrong", wrong)
+def wrong(*arguments):
+    return right(*arguments) * 1.001
+
+
+register_experts_backend("right", right)
+register_experts_backend("wrong", wrong)
