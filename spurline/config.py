@@ -214,6 +214,8 @@ class Data:
     """Where JSONL, Parquet and Hugging Face data sets have their text."""
     tokenizer: str = ""
     """A tokenizer's JSON file or Hugging Face folder; empty means that of prepared data, or else bytes."""
+    mask_documents: bool = False
+    """Let a token see those of its own document alone, not of others in the same training window."""
     kind: Literal["text", "pictures"] = "text"
     """Text, or pictures: then the path is a JSONL file of {"image": path, "text": ...}, and empty for drawn ones."""
     max_pixels: int = 65_536
@@ -224,6 +226,8 @@ class Data:
         if not 0 <= self.validation_fraction < 1:
             found.append(f"validation_fraction must be in [0, 1), got {self.validation_fraction}")
         found += _at_least(self, max_pixels=1024)
+        if self.mask_documents and self.kind != "text":
+            found.append("mask_documents is for text: each picture has a window of its own")
         if self.weights and not self.shares:
             found.append(f"weights must be positive numbers with commas between, such as 3,1, got {self.weights!r}")
         return found

@@ -41,14 +41,15 @@ def open_data(data: Data, seq_len: int, seed: int) -> DataSets:
         from spurline.data.pictures import open_pictures
 
         return open_pictures(data, seq_len, seed)
-    from spurline.data.loader import TrainBatches, ValidationBatches
+    from spurline.data.loader import TrainBatches, ValidationBatches, text_batch, text_batch_by_documents
     from spurline.data.text import open_text
 
     text = open_text(data, seq_len, seed)
+    make_batch = text_batch_by_documents if data.mask_documents else text_batch
     return DataSets(
         tokenizer=text.tokenizer,
-        train=TrainBatches(text.train, seed, order=text.order),
-        validation=ValidationBatches(text.validation) if text.validation is not None else None,
+        train=TrainBatches(text.train, seed, make_batch, text.order),
+        validation=ValidationBatches(text.validation, make_batch) if text.validation is not None else None,
         num_documents=text.num_documents,
         num_tokens=text.num_tokens,
     )

@@ -67,17 +67,22 @@ class Batch:
     """The token that follows each one, or IGNORE_INDEX."""
     images: Images | None = None
     """None where the data set has no pictures at all."""
+    documents_BL: Tensor | None = None
+    """Which document each token is of, where attention shall not go from one to another."""
 
     @property
     def extras(self) -> dict[str, Any]:
         """What a model is given besides the tokens, by name."""
-        return {} if self.images is None else {"images": self.images}
+        extras = {"images": self.images, "documents_BL": self.documents_BL}
+        return {name: extra for name, extra in extras.items() if extra is not None}
 
     def to(self, device: torch.device) -> Batch:
         images = None if self.images is None else self.images.to(device)
-        return Batch(self.tokens_BL.to(device), self.labels_BL.to(device), images)
+        documents_BL = None if self.documents_BL is None else self.documents_BL.to(device)
+        return Batch(self.tokens_BL.to(device), self.labels_BL.to(device), images, documents_BL)
 
     def take(self, rows: Sequence[int]) -> Batch:
         """The given sequences; one may be taken twice."""
         images = None if self.images is None else self.images.take(rows)
-        return Batch(self.tokens_BL[list(rows)], self.labels_BL[list(rows)], images)
+        documents_BL = None if self.documents_BL is None else self.documents_BL[list(rows)]
+        return Batch(self.tokens_BL[list(rows)], self.labels_BL[list(rows)], images, documents_BL)

@@ -6,6 +6,7 @@ Shapes: B sequences of L tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,19 @@ import torch
 
 from spurline.data.batch import Batch
 from spurline.data.mixture import SampleOrder, shuffled
-from spurline.data.packing import JoinedWindows, Windows
+from spurline.data.packing import JoinedWindows, Windows, document_ids
 
 
 def text_batch(windows: Windows | JoinedWindows, window_ids: Sequence[int]) -> Batch:
     """Tokens (B, L) and labels (B, L) of some windows of text."""
     window_BL = torch.from_numpy(windows.take(window_ids).astype(np.int64))
     return Batch(window_BL[:, :-1].clone(), window_BL[:, 1:].clone())
+
+
+def text_batch_by_documents(windows: Windows | JoinedWindows, window_ids: Sequence[int]) -> Batch:
+    """The same, and which document each token is of."""
+    batch = text_batch(windows, window_ids)
+    return replace(batch, documents_BL=document_ids(batch.tokens_BL, windows.boundary_id))
 
 
 MakeBatch = Callable[[Any, Sequence[int]], Batch]

@@ -49,11 +49,7 @@ class Router(nn.Module):
         for name, shape, dtype in (
             ("row_count_E", config.num_experts, torch.int64),  # rows since the last balance update
             ("balance_loss", (), torch.float32),  # balance and z losses since then
-            (
-                "token_weight",
-                (),
-                torch.float32,
-            ),  # what one token weighs in the step's loss; 0: one over the call's tokens
+            ("token_weight", (), torch.float32),  # of one token in the step's loss; 0: one over the call's tokens
         ):
             self.register_buffer(name, torch.empty(shape, dtype=dtype), persistent=False)
         self.init_buffers()

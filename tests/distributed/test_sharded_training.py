@@ -294,6 +294,16 @@ def test_length_that_the_ranks_of_tensor_parallelism_do_not_divide(
     check(ranks, make_config, layout, training={"seq_len": seq_len})
 
 
+@in_layouts("fsdp-ep-tp", slow="tp4-ep4")
+def test_masked_documents_train_like_on_one_rank(ranks: RankPool, make_config, layout: Layout, tmp_path: Path) -> None:
+    path = tmp_path / "short.jsonl"
+    path.write_text("".join(json.dumps({"text": f"{i} {'aeinrst'[: i % 8]}"}) + "\n" for i in range(400)))
+    data = {"path": str(path), "mask_documents": True}
+    check(ranks, make_config, layout, data=data, training={"seq_len": 15})
+    masked, unmasked = (run_alone(make_config(data={**data, "mask_documents": mask}), 1) for mask in (True, False))
+    assert masked.records[0]["loss"] != unmasked.records[0]["loss"]
+
+
 @in_layouts("ep2", slow="fsdp-ep-tp")
 @pytest.mark.parametrize("moe", [BALANCED, {"aux_loss": "batch"}], ids=["sequence", "batch"])
 def test_accumulated_micro_batches_make_the_same_step(

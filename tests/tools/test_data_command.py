@@ -159,17 +159,16 @@ def is_running(pid: str) -> bool:
         return False
 
 
-# A process that was started in the background ignores SIGINT, and hands that on: so Ctrl-C waits for the slow tests.
-@pytest.mark.parametrize(
-    ("how", "code"), [pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow), (signal.SIGTERM, 143)]
-)
+@pytest.mark.parametrize(("how", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_stopped_command_leaves_neither_files_nor_workers(tmp_path, how, code):
     fifo = tmp_path / "slow.txt"
     (tmp_path / "books").mkdir()
     (tmp_path / "books" / "a.txt").write_text("text " * 10)
     os.mkfifo(fifo)
     script = (
-        "import sys; from spurline.data import prepare, sources; from spurline.cli import main\n"
+        "import signal, sys; from spurline.data import prepare, sources; from spurline.cli import main\n"
+        # Tests that were started in the background ignore Ctrl-C, and hand that on.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "prepare.BATCH_CHARACTERS = 1  # so that a worker starts before the slow file\n"
         f"sources._find_files = lambda data: iter([('a.txt', 'books/a.txt'), ('slow.txt', {str(fifo)!r})])\n"
         "if __name__ == '__main__': sys.exit(main(['data', 'prepare', 'books', '--out', 'out', '--workers', '2']))\n"

@@ -61,16 +61,24 @@ class LatentAttention(nn.Module):
         per_head_query = "wq_b.weight" if q_lora_rank else "wq.weight"
         self.tensor_parallel_dims = {per_head_query: 0, "wkv_b.weight": 0, "wo.weight": 1}
 
-    def forward(self, x_BLD: Tensor, rope: Rope, cache: LayerCache | None = None) -> Tensor:
+    def forward(
+        self, x_BLD: Tensor, rope: Rope, cache: LayerCache | None = None, mask_B1LL: Tensor | None = None
+    ) -> Tensor:
         q_BLHN, q_BLHR = self._queries(x_BLD, rope)
         latent_BLC, k_BLR = self._latents(x_BLD, rope)
-        out_BHLV = self._attend(q_BLHN.transpose(1, 2), q_BLHR.transpose(1, 2), latent_BLC, k_BLR, cache)
+        queries = q_BLHN.transpose(1, 2), q_BLHR.transpose(1, 2)
+        out_BHLV = self._attend(*queries, latent_BLC, k_BLR, cache, mask_B1LL)
         return self.wo(out_BHLV.transpose(1, 2).flatten(2))
 
     def _attend(
-        self, q_BHLN: Tensor, q_BHLR: Tensor, latent_BLC: Tensor, k_BLR: Tensor, cache: LayerCache | None
+        self,
+        q_BHLN: Tensor,
+        q_BHLR: Tensor,
+        latent_BLC: Tensor,
+        k_BLR: Tensor,
+        cache: LayerCache | None,
+        mask_B1LS: Tensor | None,
     ) -> Tensor:
-        mask_B1LS = None
         if cache is not None:
             (past_BSX,) = cache.extend(torch.cat([latent_BLC, k_BLR], dim=-1))
             mask_B1LS = cache.mask

@@ -12,6 +12,7 @@ from spurline.models.common.decoder_config import DecoderConfig
 from spurline.models.common.feed_forward import FeedForward
 from spurline.models.common.init import INIT_STD, residual_std
 from spurline.models.common.linear import Embedding, Linear
+from spurline.models.common.mask import mask_of_documents
 from spurline.models.common.norm import RMSNorm
 from spurline.models.common.rope import Rope, rope_tables
 from spurline.moe import MoE
@@ -36,9 +37,16 @@ class DecoderBlock(nn.Module):
         self.moe = MoE(moe, INIT_STD, output_std) if moe else None
         self.tp = TensorParallel()
 
-    def forward(self, x_BlD: Tensor, rope: Rope, length: int | None = None, cache: LayerCache | None = None) -> Tensor:
-        """`length` is that of the whole sequences, where x is this rank's share of them; `rope` is for all of it."""
-        attended_BLD = self.attention(self.tp.gather(self.attention_norm(x_BlD), length), rope, cache)
+    def forward(
+        self,
+        x_BlD: Tensor,
+        rope: Rope,
+        length: int | None = None,
+        cache: LayerCache | None = None,
+        mask_B1LL: Tensor | None = None,
+    ) -> Tensor:
+        """`length` is that of the whole sequences, where x is this rank's share; rope and mask are for all of it."""
+        attended_BLD = self.attention(self.tp.gather(self.attention_norm(x_BlD), length), rope, cache, mask_B1LL)
         x_BlD = x_BlD + self.tp.scatter(attended_BLD)
         if self.moe is not None:
             return x_BlD + self.moe(self.ffn_norm(x_BlD))
@@ -50,9 +58,9 @@ class Decoder(nn.Module):
     """Language model: tokens (B, L) -> logits (B, L, vocab_size) in `compute_dtype`.
 
     A family gives its attention: make_attention(output_std), called for each block, with the standard deviation of the
-    initial weights that write into the residual stream. It is called as attention(x_BLD, rope, cache) and says by
-    `rope_dim` how many channels rotate. Under tensor parallelism, a rank has its share of the positions between blocks,
-    and its share of the vocabulary at the end.
+    initial weights that write into the residual stream. It is called as attention(x_BLD, rope, cache, mask_B1LL), where
+    the mask says what each position sees (None: all before it), and says by `rope_dim` how many channels rotate. Under
+    tensor parallelism, a rank has its share of the positions between blocks, and of the vocabulary at the end.
     """
 
     def __init__(self, config: DecoderConfig, make_attention: Callable[[float], nn.Module]) -> None:
@@ -89,11 +97,12 @@ class Decoder(nn.Module):
             return self._loss_by_chunks(x_BLD.flatten(0, 1), labels_BL.flatten(), loss_sum)
         return self.score(x_BLD if cache is None else x_BLD[:, -1:])
 
-    def hidden(self, tokens_BL: Tensor, cache: Cache | None = None) -> Tensor:
-        """What the output head sees: (B, L) -> (B, L, D)."""
+    def hidden(self, tokens_BL: Tensor, cache: Cache | None = None, documents_BL: Tensor | None = None) -> Tensor:
+        """What the output head sees: (B, L) -> (B, L, D). With documents, each position sees its own alone."""
         length, device = tokens_BL.shape[1], tokens_BL.device
         positions_L = torch.arange(length, device=device) if cache is None else cache.advance(length, device)
-        x_BlD = self.run_blocks(self.embed(tokens_BL), self.rope(positions_L), length, cache)
+        mask_B1LL = None if documents_BL is None else mask_of_documents(documents_BL)
+        x_BlD = self.run_blocks(self.embed(tokens_BL), self.rope(positions_L), length, cache, mask_B1LL)
         return self.tp.gather(self.norm(x_BlD), length)
 
     def embed(self, tokens_BL: Tensor) -> Tensor:
@@ -104,10 +113,17 @@ class Decoder(nn.Module):
         """What turns queries and keys by their positions, in all blocks: (L,) or (B, L) -> two of (.., L, P)."""
         return rope_tables(positions_L, self.rope_dim, self.config.rope_theta, self.config.yarn)
 
-    def run_blocks(self, x_BlD: Tensor, rope: Rope, length: int, cache: Cache | None = None) -> Tensor:
+    def run_blocks(
+        self,
+        x_BlD: Tensor,
+        rope: Rope,
+        length: int,
+        cache: Cache | None = None,
+        mask_B1LL: Tensor | None = None,
+    ) -> Tensor:
         """All blocks, one after another: (B, l, D) -> (B, l, D)."""
         for layer, block in enumerate(self.layers.values()):
-            x_BlD = block(x_BlD, rope, length, None if cache is None else cache.layers[layer])
+            x_BlD = block(x_BlD, rope, length, None if cache is None else cache.layers[layer], mask_B1LL)
         return x_BlD
 
     def score(self, x_BLD: Tensor) -> Tensor:

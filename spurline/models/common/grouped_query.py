@@ -36,18 +36,21 @@ class GroupedQueryAttention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if qk_norm else None
 
-    def forward(self, x_BLD: Tensor, rope: Rope, cache: LayerCache | None = None) -> Tensor:
+    def forward(
+        self, x_BLD: Tensor, rope: Rope, cache: LayerCache | None = None, mask_B1LL: Tensor | None = None
+    ) -> Tensor:
         # A rank may have only some of the heads: as many as its part of the projection has.
         q_BLHR, k_BLGR, v_BLGR = (w(x_BLD).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
         if self.q_norm is not None and self.k_norm is not None:
             q_BLHR, k_BLGR = self.q_norm(q_BLHR), self.k_norm(k_BLGR)
         q_BHLR = apply_rope_halves(q_BLHR, *rope).transpose(1, 2)
         k_BGLR = apply_rope_halves(k_BLGR, *rope).transpose(1, 2)
-        out_BHLR = self._attend(q_BHLR, k_BGLR, v_BLGR.transpose(1, 2), cache)
+        out_BHLR = self._attend(q_BHLR, k_BGLR, v_BLGR.transpose(1, 2), cache, mask_B1LL)
         return self.wo(out_BHLR.transpose(1, 2).flatten(2))
 
-    def _attend(self, q_BHLR: Tensor, k_BGLR: Tensor, v_BGLR: Tensor, cache: LayerCache | None) -> Tensor:
-        mask_B1LS = None
+    def _attend(
+        self, q_BHLR: Tensor, k_BGLR: Tensor, v_BGLR: Tensor, cache: LayerCache | None, mask_B1LS: Tensor | None
+    ) -> Tensor:
         if cache is not None:
             k_BGSR, v_BGSR = cache.extend(k_BGLR, v_BGLR)
             mask_B1LS = cache.mask

@@ -9,6 +9,7 @@ from spurline.models.common.attention import LatentAttention
 from spurline.models.common.cache import Cache
 from spurline.models.common.decoder import Decoder, LossSum
 from spurline.models.common.init import residual_std
+from spurline.models.common.mask import mask_of_documents
 from spurline.models.deepseek_v3.configs import DeepSeekV3Config
 from spurline.models.deepseek_v3.mtp import PredictionModule
 from spurline.parallel.sequence import SequenceShard
@@ -58,9 +59,16 @@ class DeepSeekV3(Decoder):
             return super().forward(tokens_BL, cache, labels_BL, loss_sum, **extras)
         x_BLD = self.hidden(tokens_BL, cache, **extras)
         loss = self._loss_by_chunks(x_BLD.flatten(0, 1), labels_BL.flatten(), loss_sum)
-        return loss + self.mtp_loss_sum(x_BLD, tokens_BL, labels_BL, loss_sum)
+        return loss + self.mtp_loss_sum(x_BLD, tokens_BL, labels_BL, loss_sum, **extras)
 
-    def mtp_loss_sum(self, x_BLD: Tensor, tokens_BL: Tensor, labels_BL: Tensor, loss_sum: LossSum) -> Tensor:
+    def mtp_loss_sum(
+        self,
+        x_BLD: Tensor,
+        tokens_BL: Tensor,
+        labels_BL: Tensor,
+        loss_sum: LossSum,
+        documents_BL: Tensor | None = None,
+    ) -> Tensor:
         """What the prediction modules add to the summed loss: (B, L, D), as the output head sees it, and (B, L) twice.
 
         Module k, from 1 on, reads at position i what the head saw there before it and token i + k, to predict the token
@@ -76,7 +84,9 @@ class DeepSeekV3(Decoder):
             length = tokens_BL.shape[1] - k
             rope = self.rope(torch.arange(length, device=tokens_BL.device))
             x_BlD = self._own_positions(x_BLD[:, :length])
-            x_BLD = self.tp.gather(module(x_BlD, self.embed(tokens_BL[:, k:]), rope, length), length)
+            mask_B1LL = None if documents_BL is None else mask_of_documents(documents_BL[:, :length])
+            x_BlD = module(x_BlD, self.embed(tokens_BL[:, k:]), rope, length, mask_B1LL)
+            x_BLD = self.tp.gather(x_BlD, length)
             losses.append(self._loss_by_chunks(x_BLD.flatten(0, 1), labels_BL[:, k:].flatten(), loss_sum))
         return self.mtp_loss_weight * torch.stack(losses).mean()
 

@@ -27,6 +27,8 @@ class PredictionModule(nn.Module):
         self.block = DecoderBlock(config, config.num_layers - 1, attention)  # one more like the last
         self.norm = RMSNorm(config.dim, config.norm_eps)
 
-    def forward(self, x_BlD: Tensor, embedded_BlD: Tensor, rope: Rope, length: int) -> Tensor:
+    def forward(
+        self, x_BlD: Tensor, embedded_BlD: Tensor, rope: Rope, length: int, mask_B1LL: Tensor | None = None
+    ) -> Tensor:
         x_BlD = self.eh_proj(torch.cat([self.enorm(embedded_BlD), self.hnorm(x_BlD)], dim=-1))
-        return self.norm(self.block(x_BlD, rope, length))
+        return self.norm(self.block(x_BlD, rope, length, None, mask_B1LL))

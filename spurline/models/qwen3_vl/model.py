@@ -36,11 +36,18 @@ class Qwen3VL(Qwen3):
         """What is recomputed, compiled and sharded by itself."""
         return [*self.vision.layers.values(), *self.layers.values()]
 
-    def hidden(self, tokens_BL: Tensor, cache: Cache | None = None, images: Images | None = None) -> Tensor:
-        """What the output head sees: (B, L) -> (B, L, D). A cache is for text alone."""
+    def hidden(
+        self,
+        tokens_BL: Tensor,
+        cache: Cache | None = None,
+        documents_BL: Tensor | None = None,
+        images: Images | None = None,
+    ) -> Tensor:
+        """What the output head sees: (B, L) -> (B, L, D). A cache and documents are for text alone."""
         if images is None:
-            return super().hidden(tokens_BL, cache)
+            return super().hidden(tokens_BL, cache, documents_BL)
         assert cache is None, "a cache is for text alone"
+        assert documents_BL is None, "documents are for text alone"
         B, L = tokens_BL.shape
         position_M, feature_M = (part.to(tokens_BL.device) for part in self._own_features(images.spots, B, L))
         features_MD, added = self._encode(images)

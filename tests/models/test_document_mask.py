@@ -1,0 +1,136 @@
+"""data.mask_documents: what is packed into one window is computed as if each document stood alone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from spurline.config import Data
+from spurline.data import open_data
+from spurline.models.agpt.configs import AGPTConfig
+from spurline.models.common.init import initialize
+from spurline.models.common.mask import mask_of_documents
+from spurline.models.deepseek_v3.configs import DeepSeekV3Config
+from spurline.models.qwen3.configs import Qwen3MoEConfig
+from spurline.models.qwen3_vl.configs import qwen3_vl_debugmodel_moe
+from spurline.moe.config import MoEConfig
+from spurline.parallel.compile import apply_compile
+from spurline.parallel.remat import apply_remat
+from spurline.testing.equivalence import relative_error
+from spurline.train.loss import IGNORE_INDEX, cross_entropy_sum
+
+VOCAB, BOUNDARY = 60, 0
+SIZE: dict[str, Any] = {"vocab_size": VOCAB, "dim": 32, "num_layers": 3, "num_heads": 4, "dense_hidden_dim": 40}
+HEADS = {"num_kv_heads": 2, "head_dim": 12}
+LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 10, "num_dense_layers": 1}
+EXPERTS = MoEConfig(hidden_dim=16, num_experts=8)
+DEEPSEEK = DeepSeekV3Config(**SIZE, **LATENT, moe=EXPERTS)
+MODELS = {
+    "agpt": AGPTConfig(**SIZE, **HEADS),
+    "qwen3-moe": Qwen3MoEConfig(**SIZE, **HEADS, moe=EXPERTS),
+    "deepseek_v3": DEEPSEEK,
+    "qwen3_vl": replace(qwen3_vl_debugmodel_moe().model, vocab_size=VOCAB),
+}
+SIZES = [5, 1, 9, 3]
+"""Tokens of the documents in a window; the first has begun before it."""
+
+
+def built(config: Any) -> Any:
+    model = config.build()
+    initialize(model, 0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:  # far from uniform attention
+                parameter.mul_(6)
+    return model
+
+
+def packed() -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, labels and documents of one window, (1, L) each."""
+    window_BL = torch.randint(1, VOCAB, (1, sum(SIZES) + 1), generator=torch.Generator().manual_seed(4))
+    starts = torch.tensor(SIZES).cumsum(0)
+    window_BL[0, starts] = BOUNDARY
+    tokens_BL = window_BL[:, :-1]
+    return tokens_BL, window_BL[:, 1:], (tokens_BL == BOUNDARY).cumsum(1)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_document_is_scored_as_if_it_stood_alone(name: str) -> None:
+    model = built(MODELS[name]).eval()
+    tokens_BL, _, documents_BL = packed()
+    assert torch.bincount(documents_BL[0]).tolist() == SIZES
+    with torch.no_grad():
+        together_BLV = model(tokens_BL, documents_BL=documents_BL)
+        alone_BLV = torch.cat([model(part_BL) for part_BL in tokens_BL.split(SIZES, dim=1)], dim=1)
+        unmasked_BLV = model(tokens_BL)
+    assert relative_error(together_BLV, alone_BLV) < 1e-5
+    first = SIZES[0]
+    assert relative_error(unmasked_BLV[:, :first], alone_BLV[:, :first]) < 1e-5
+    assert relative_error(unmasked_BLV[:, first:], alone_BLV[:, first:]) > 1e-2
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("remat", ["none", "full", "selective"])
+def test_loss_and_gradients_are_those_of_the_documents_alone(remat: str, compiled: bool) -> None:
+    model, expected = built(DEEPSEEK), built(DEEPSEEK)
+    tokens_BL, labels_BL, documents_BL = packed()
+    apply_remat(model, remat)
+    if compiled:
+        apply_compile(model, "aot_eager")
+    loss = model(tokens_BL, labels_BL=labels_BL, loss_sum=cross_entropy_sum, documents_BL=documents_BL)
+    loss.backward()
+    parts = zip(tokens_BL.split(SIZES, dim=1), labels_BL.split(SIZES, dim=1), strict=True)
+    losses = [expected(part, labels_BL=labels, loss_sum=cross_entropy_sum) for part, labels in parts]
+    torch.stack(losses).sum().backward()
+    assert loss.item() == pytest.approx(sum(losses).item(), rel=1e-5)
+    wanted = dict(expected.named_parameters())
+    for parameter_name, parameter in model.named_parameters():
+        assert relative_error(parameter.grad, wanted[parameter_name].grad) < 1e-5, parameter_name
+
+
+def test_prediction_modules_do_not_look_into_the_document_before() -> None:
+    model = built(replace(DEEPSEEK, num_mtp_layers=2))
+    tokens_BL, labels_BL, documents_BL = packed()
+    # Module k reads token i + k at position i: what the last positions of a document predict is of the next one.
+    labels_BL = labels_BL.masked_fill(documents_BL == 0, IGNORE_INDEX)
+    labels_BL[:, SIZES[0] : SIZES[0] + 3] = IGNORE_INDEX
+    other_BL = tokens_BL.clone()
+    other_BL[:, : SIZES[0]] = other_BL[:, : SIZES[0]] % (VOCAB - 1) + 1
+    losses = [
+        model(tokens, labels_BL=labels_BL, loss_sum=cross_entropy_sum, **extras).item()
+        for tokens in (tokens_BL, other_BL)
+        for extras in ({"documents_BL": documents_BL}, {})
+    ]
+    masked, unmasked, other_masked, other_unmasked = losses
+    assert masked == pytest.approx(other_masked, rel=1e-6)
+    assert unmasked != pytest.approx(other_unmasked, rel=1e-3)
+
+
+def test_mask_lets_a_position_see_its_document_up_to_itself() -> None:
+    mask_B1LL = mask_of_documents(torch.tensor([[0, 0, 1], [0, 1, 2]]))
+    assert mask_B1LL.int().tolist() == [
+        [[[1, 0, 0], [1, 1, 0], [0, 0, 1]]],
+        [[[1, 0, 0], [0, 1, 0], [0, 0, 1]]],
+    ]
+
+
+@pytest.mark.parametrize("mask_documents", [False, True])
+def test_option_gives_batches_their_documents(tmp_path: Path, mask_documents: bool) -> None:
+    path = tmp_path / "short.jsonl"
+    path.write_text("".join(json.dumps({"text": "x" * (1 + i % 7)}) + "\n" for i in range(40)))
+    data = open_data(Data(path=str(path), mask_documents=mask_documents, validation_fraction=0.2), seq_len=10, seed=0)
+    assert data.validation is not None
+    for batch in (data.train.batch(0, 3), next(data.validation.batches(2, 1))):
+        if not mask_documents:
+            assert batch.extras == {}
+            continue
+        is_boundary_BL = batch.tokens_BL == data.tokenizer.boundary_id
+        assert is_boundary_BL.sum() > 2
+        assert torch.equal(batch.extras["documents_BL"], is_boundary_BL.cumsum(1))
+        assert torch.equal(batch.take([1, 0]).extras["documents_BL"], is_boundary_BL.cumsum(1)[[1, 0]])
