@@ -253,10 +253,16 @@ def test_function_must_be_importable(pool: RankPool) -> None:
 
 
 def test_ranks_out_of_step_do_not_disturb_the_next_call(pool: RankPool) -> None:
-    before = pool.run(process_id, 2)
     pool.run(one_more_on_rank_0, 2)
     assert pool.run(sum_of_ranks, 2, timeout=10) == [1.0, 1.0]
-    assert pool.run(process_id, 2) == before
+
+
+def test_processes_stay_unless_a_call_made_groups_of_its_own(pool: RankPool) -> None:
+    before = pool.run(process_id, 4)
+    assert pool.run(sum_of_ranks, 4) == [6.0] * 4
+    assert pool.run(process_id, 4) == before
+    pool.run(sums_in_mesh, 4)
+    assert not set(before) & set(pool.run(process_id, 4))
 
 
 def test_device_mesh_can_be_made_in_every_call(ranks: RankPool) -> None:

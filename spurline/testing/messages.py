@@ -11,7 +11,7 @@ class World(NamedTuple):
 
 
 class Call(NamedTuple):
-    """Please call a function; None instead of a Call says that the world is not used again."""
+    """Please call a function."""
 
     rank: int
     world: World
@@ -24,7 +24,6 @@ class Returned(NamedTuple):
     result: bytes
     num_collectives: int
     num_groups: int
-    num_threads: int
 
 
 class Raised(NamedTuple):

@@ -22,16 +22,15 @@ from spurline.testing.messages import Call, Raised, Returned, World
 _PRELOAD = ["torch.distributed.fsdp", "torch._dynamo", "spurline.testing.worker"]
 _PRELOAD_IF_IN_USE = ["pytest", "hypothesis"]
 _SECONDS_TO_START = 120.0
-# What a program keeps of a world that is gone (a mesh in a cache is enough) keeps gloo's threads too, and each of them
-# wakes up all the time: thousands of them take the whole machine. A process with more than these is replaced.
-_MOST_THREADS = 100
 
 
 class RankPool:
     """Long-lived processes, each of them a gloo rank; they start when first needed and end with the pool.
 
-    A world of ranks stays up from one call to the next of the same size. It is made anew when the size changes, and
-    when a call made groups of its own or left its ranks out of step; after a failure, the processes are new as well.
+    A world of ranks stays up from one call to the next of the same size, and is made anew when the size changes. After
+    a call that failed, left its ranks out of step, or made groups of its own, the processes are new as well: what a
+    program keeps of such a group (a mesh in a cache is enough) keeps gloo's threads too, and to take groups down that
+    others still hold on to has crashed processes.
     """
 
     def __init__(self, *, grace: float = 2.0) -> None:
@@ -68,10 +67,6 @@ class RankPool:
             self._retire(workers)
             raise
         if len({r.num_collectives for r in returned}) > 1 or any(r.num_groups != 1 for r in returned):
-            self._world = None
-            for worker in workers:
-                worker.send(None)
-        if max(r.num_threads for r in returned) > _MOST_THREADS:
             self._world = None
             self._retire(workers)
         return [pickle.loads(r.result) for r in returned]
@@ -182,7 +177,7 @@ class _Worker:
                 ' a script must start ranks below `if __name__ == "__main__":`'
             )
 
-    def send(self, message: Call | None) -> None:
+    def send(self, message: Call) -> None:
         # A process that is dead is noticed by who waits for its reply.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.connection.send_bytes(pickle.dumps(message))

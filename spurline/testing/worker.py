@@ -38,13 +38,9 @@ def serve(connection: Connection, stack_path: str) -> None:
     world: World | None = None
     while True:
         try:
-            call: Call | None = pickle.loads(connection.recv_bytes())
+            call: Call = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
-        if call is None:  # The world is not used again: leave it now, while nobody waits.
-            _leave_world()
-            world = None
-            continue
         if call.world != world:
             _leave_world()
             _join_world(call.rank, call.world)
@@ -90,16 +86,10 @@ def _answer(call: Call) -> Returned | Raised:
         summary = traceback.format_exception_only(error)[-1].strip()
         return Raised(summary, "".join(traceback.format_exception(error)), _pickled_or_none(error))
     if not dist.is_initialized():
-        return Returned(result, num_collectives=0, num_groups=0, num_threads=_num_threads())
+        return Returned(result, num_collectives=0, num_groups=0)
     world_group: Any = dist.group.WORLD  # its type does not tell all of its methods
     num_collectives = world_group._get_sequence_number_for_group()
-    return Returned(result, num_collectives, len(c10d._world.pg_map), _num_threads())
-
-
-def _num_threads() -> int:
-    """Of this process, as the system counts them; 0 where it doesn't say."""
-    tasks = "/proc/self/task"
-    return len(os.listdir(tasks)) if os.path.isdir(tasks) else 0
+    return Returned(result, num_collectives, len(c10d._world.pg_map))
 
 
 def _pickled_or_none(error: BaseException) -> bytes | None:

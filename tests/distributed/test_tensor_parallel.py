@@ -320,7 +320,7 @@ def run_compiled_dense_model(rank: int, backend: str, capture_scalar_outputs: bo
     return max(errors), graphs
 
 
-@pytest.mark.parametrize("capture_scalar_outputs", [False, True])
+@pytest.mark.parametrize("capture_scalar_outputs", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_compiled_dense_model_with_split_loss_and_ignored_labels_equals_eager(
     ranks: RankPool, capture_scalar_outputs: bool
 ) -> None:
