@@ -252,7 +252,7 @@ class Metrics:
     """Micro-batches in a validation loss (0 = no validation)."""
     sample_tokens: int = 320
     """Tokens of text generated at the end (0 = none)."""
-    sample_temperature: float = 0.5
+    sample_temperature: float = 0.8
     """How freely the sample is drawn (0: always the likeliest token)."""
     sample_prompt: str = "def "
     """What the sample starts from."""
