@@ -15,6 +15,7 @@ from spurline.data import check_data
 from spurline.models import family_configs
 from spurline.parallel.degrees import degree_problems
 from spurline.tools.parsing import UserPackage, described, load_user_code, parse, split_options, wants_help
+from spurline.train.checkpoint_folder import CheckpointFolder
 
 PROG = "spurline train"
 R = TypeVar("R", bound=RunConfig[Any])
@@ -95,6 +96,8 @@ def _with_folder(run_config: RunConfig[Any], config: str) -> RunConfig[Any]:
 def run_problems(config: RunConfig[Any]) -> list[str]:
     """Everything that would keep a run with this config from starting on this machine."""
     found = config.problems() + check_data(config.data) + folder_problems(config.job.dump_folder)
+    if config.checkpoint.enable and not found:
+        found += folder_problems(str(CheckpointFolder(config.job.dump_folder).path))
     if not config.parallelism.problems():
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         found += degree_problems(config.parallelism, world_size, model=config.model, training=config.training)

@@ -43,7 +43,8 @@ def main(argv: list[str]) -> int:
             raise
         return complain(PROG, [str(error)])
     except OSError as error:
-        return complain(PROG, [f"{error.filename or 'the run folder'}: {error.strerror or error}"])
+        where = error.filename or run_config.job.dump_folder
+        return complain(PROG, [f"{where}: {error.strerror or error}"])
     except KeyboardInterrupt:
         print(f"{PROG}: interrupted", file=sys.stderr)
         return 130

@@ -119,6 +119,14 @@ def test_run_folder_without_permission(problems, monkeypatch, tmp_path):
     assert problems("--job.dump_folder", "locked/run") == [expected]
 
 
+def test_checkpoints_without_permission_are_known_before_the_run_starts(problems, monkeypatch, tmp_path):
+    locked = tmp_path / "run" / "checkpoints"
+    locked.mkdir(parents=True)
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != str(locked))
+    expected = f"job.dump_folder run/checkpoints: no permission to write to {locked}"
+    assert problems("--job.dump_folder", "run", "--checkpoint.enable") == [expected]
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_read_only_folder_is_seen(tmp_path):
     tmp_path.chmod(0o555)
