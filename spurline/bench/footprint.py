@@ -62,15 +62,16 @@ def _measure(case: Case, name: str, what: str) -> int:
     if what == "saved":
         return saved_bytes(candidate)
     candidate.grad = candidate.grad.clone()
-    before = _resident_bytes()
+    before = resident_bytes()
     if what == "forward":
         candidate.forward()
-        return _most_resident_bytes() - before
+        return most_resident_bytes() - before
     candidate.forward_and_backward()
-    return _most_resident_bytes() - before - sum(p.numel() * p.element_size() for p in candidate.layer.parameters())
+    return most_resident_bytes() - before - sum(p.numel() * p.element_size() for p in candidate.layer.parameters())
 
 
-def _resident_bytes() -> int:
+def resident_bytes() -> int:
+    """What the process has in memory; from here on, most_resident_bytes counts anew."""
     with open("/proc/self/statm") as file:
         resident = int(file.read().split()[1]) * resource.getpagesize()
     with open("/proc/self/clear_refs", "w") as file:
@@ -78,7 +79,7 @@ def _resident_bytes() -> int:
     return resident
 
 
-def _most_resident_bytes() -> int:
+def most_resident_bytes() -> int:
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM:"))
 

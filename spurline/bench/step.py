@@ -11,20 +11,29 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import IO, Any
 
 import torch
 
 from spurline.bench.figures import Figure
+from spurline.bench.footprint import most_resident_bytes, resident_bytes
 from spurline.bench.measure import Timing
+from spurline.data import DataSets, open_data
 from spurline.models import family_configs
 
 MODELS = {"deepseek_v3_debugmodel": "deepseek_v3", "qwen3_debugmodel_moe": "qwen3"}
 STEPS_A_TURN = 3
+Step = Callable[[int], object]
+"""Takes the optimizer step of this number."""
 
 
 def step(threads: int, seconds: float, cases: list[str]) -> Iterator[Figure]:
-    """Seconds a step and the most memory of a process, of ours and of `transformers` with its best experts."""
+    """Seconds a step and memory, of ours and of `transformers` with its best experts.
+
+    Peak memory is that of the whole process, which starts at some 300 MB with torch and the data; growth is what the
+    model, its optimizer and its steps add to that.
+    """
     for config in MODELS:
         names = ["spurline", *(f"transformers {kind}" for kind in ("grouped_mm", "eager"))]
         with_workers = {name: _Worker(config, name, threads) for name in names}
@@ -34,7 +43,7 @@ def step(threads: int, seconds: float, cases: list[str]) -> Iterator[Figure]:
             while time.perf_counter() - started < seconds or len(times["spurline"]) < 5:
                 for name, worker in workers.items():
                     times[name].append(worker.ask("steps")["seconds"])
-            memory = {name: worker.ask("memory")["bytes"] for name, worker in workers.items()}
+            memory = {name: worker.ask("memory") for name, worker in workers.items()}
         finally:
             for worker in with_workers.values():
                 worker.end()
@@ -42,7 +51,8 @@ def step(threads: int, seconds: float, cases: list[str]) -> Iterator[Figure]:
         peers = [name for name in timings if name != "spurline"]
         for what, unit, value in (
             ("seconds", "ms", {name: timing.median * 1e3 for name, timing in timings.items()}),
-            ("peak memory", "MB", {name: size / 1e6 for name, size in memory.items()}),
+            ("peak memory", "MB", {name: sizes["peak"] / 1e6 for name, sizes in memory.items()}),
+            ("growth", "MB", {name: sizes["growth"] / 1e6 for name, sizes in memory.items()}),
         ):
             best = min((value[name] for name in peers), default=None)
             for name in value:
@@ -81,7 +91,10 @@ class _Worker:
 def _serve(config: str, name: str, threads: int, requests: IO[str]) -> None:
     run = family_configs(MODELS[config])[config]()
     torch.set_num_threads(threads)
-    take_step = _ours(run) if name == "spurline" else _theirs(run, MODELS[config], name.split()[1])
+    data = open_data(run.data, run.training.seq_len, run.training.seed)
+    make_step = _ours(run, data) if name == "spurline" else _theirs(run, data, MODELS[config], name.split()[1])
+    before = resident_bytes()
+    take_step = make_step()
     number = 0
     for request in requests:
         answer: dict[str, float] = {}
@@ -92,43 +105,46 @@ def _serve(config: str, name: str, threads: int, requests: IO[str]) -> None:
                 take_step(number)
             answer["seconds"] = (time.perf_counter() - begin) / STEPS_A_TURN
         else:
-            from spurline.train.metrics import peak_memory_bytes
-
-            answer["bytes"] = peak_memory_bytes() or 0
+            peak = most_resident_bytes()
+            answer |= {"peak": peak, "growth": peak - before}
         print(json.dumps(answer), flush=True)
 
 
-def _ours(run: Any) -> Callable[[int], object]:
+def _ours(run: Any, data: DataSets) -> Callable[[], Step]:
+    from spurline.train.allocator import keep_freed_memory
     from spurline.train.trainer import make_trainer
 
-    return make_trainer(run).step
+    keep_freed_memory()  # as `spurline train` does
+    return lambda: make_trainer(run, data=data).step
 
 
-def _theirs(run: Any, family: str, experts: str) -> Callable[[int], object]:
+def _theirs(run: Any, data: DataSets, family: str, experts: str) -> Callable[[], Step]:
     import transformers
 
-    from spurline.data import open_data
     from spurline.hf.families import architecture_for
 
     architecture = architecture_for(family, run.model)
     config = transformers.AutoConfig.for_model(
         architecture.model_type, **architecture.write(run.model), use_cache=False
     )
-    model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation=experts)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
-    data = open_data(run.data, run.training.seq_len, run.training.seed)
-    size = run.training.local_batch_size
+    kind: Any = transformers.AutoModelForCausalLM._model_mapping[type(config)]  # loads its code
 
-    def take_step(number: int) -> None:
-        batch = data.train.batch((number - 1) * size, size)
-        loss = model(input_ids=batch.tokens_BL, labels=batch.labels_BL, shift_labels=batch.labels_BL).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
-        optimizer.step()
-        optimizer.zero_grad()
-        loss.item()
+    def make_step() -> Step:
+        model = kind._from_config(config, experts_implementation=experts)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
+        return partial(_take_their_step, model, optimizer, data, run.training.local_batch_size)
 
-    return take_step
+    return make_step
+
+
+def _take_their_step(model: Any, optimizer: torch.optim.Optimizer, data: DataSets, size: int, number: int) -> None:
+    batch = data.train.batch((number - 1) * size, size)
+    loss = model(input_ids=batch.tokens_BL, labels=batch.labels_BL, shift_labels=batch.labels_BL).loss
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+    optimizer.step()
+    optimizer.zero_grad()
+    loss.item()
 
 
 if __name__ == "__main__":

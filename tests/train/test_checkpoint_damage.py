@@ -66,6 +66,15 @@ def test_damage_is_named_and_the_one_before_is_loaded(checkpoints, said, damage,
     assert "\n" not in line
 
 
+def test_a_record_that_still_reads_well_is_found_by_its_checksum(checkpoints, said):
+    path = checkpoints.folder / "step-00000002" / "checkpoint.json"
+    text = path.read_text()
+    assert text.count('"num_ranks": 1') == 1
+    path.write_text(text.replace('"num_ranks": 1', '"num_ranks": 3'))
+    assert checkpoints.load_newest(*make(0.0)) == (1, {"step": 1})
+    assert "checkpoint.json' is damaged: its checksum is not that of its content" in said[0]
+
+
 def test_a_step_that_was_asked_for_is_refused_when_damaged_and_nothing_changes(checkpoints):
     flip_a_bit(checkpoints.folder / "step-00000002" / "__0_0.distcp")
     model, optimizer = make(0.0)
