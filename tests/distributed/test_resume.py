@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from spurline.config import Checkpoint, Data, Debug, Job, LRScheduler, Metrics, Parallelism, RunConfig, Training
 from spurline.models.deepseek_v3.configs import DeepSeekV3Config
+from spurline.models.qwen3_vl.configs import qwen3_vl_debugmodel_moe
 from spurline.moe.config import MoEConfig
 from spurline.testing import RankPool
 from spurline.train import trainer as trainer_module
@@ -143,9 +144,25 @@ def records_of(folder: Path) -> list[dict[str, Any]]:
 def test_a_run_that_sigterm_has_stopped_goes_on_bit_for_bit(
     ranks: RankPool, text: str, tmp_path: Path, name: str, async_mode: str
 ) -> None:
-    layout = LAYOUTS[name]
-    whole = run_all(ranks, layout, make_config(text, tmp_path / "whole", layout, async_mode=async_mode))
-    config = make_config(text, tmp_path / "stopped", layout, async_mode=async_mode)
+    check_resume(ranks, LAYOUTS[name], make_config(text, tmp_path, LAYOUTS[name], async_mode=async_mode), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["alone", pytest.param("ep2", marks=pytest.mark.slow)])
+def test_prediction_modules_go_on_bit_for_bit(ranks: RankPool, text: str, tmp_path: Path, name: str) -> None:
+    config = make_config(text, tmp_path, LAYOUTS[name])
+    check_resume(ranks, LAYOUTS[name], replace(config, model=replace(config.model, num_mtp_layers=1)), tmp_path)
+
+
+def test_a_model_that_sees_pictures_goes_on_bit_for_bit(ranks: RankPool, text: str, tmp_path: Path) -> None:
+    text_config, pictures = make_config(text, tmp_path, LAYOUTS["alone"]), qwen3_vl_debugmodel_moe()
+    sections = {name: getattr(text_config, name) for name in ("metrics", "checkpoint", "lr_scheduler")}
+    training = replace(pictures.training, steps=6, local_batch_size=2, threads=1)
+    check_resume(ranks, LAYOUTS["alone"], replace(pictures, training=training, **sections), tmp_path)
+
+
+def check_resume(ranks: RankPool, layout: Layout, config: RunConfig[Any], tmp_path: Path) -> None:
+    whole = run_all(ranks, layout, replace(config, job=Job(str(tmp_path / "whole"))))
+    config = replace(config, job=Job(str(tmp_path / "stopped")))
     stopped = run_all(ranks, layout, config, sigterm_after=3, of_rank=layout.world - 1)
     assert "stopped after step 3, as a signal asked for it: the same command goes on from there" in stopped[0].out
     assert [record["step"] for record in records_of(tmp_path / "stopped")] == [1, 2, 3]
