@@ -56,7 +56,9 @@ def bmm_experts(rows_RD: Tensor, w1_eFD: Tensor, w3_eFD: Tensor, w2_eDF: Tensor,
         )
     rows_ecD = rows_RD.reshape(len(rows_per_expert), num_rows, rows_RD.shape[1])
     hidden_ecF = F.silu(rows_ecD @ w1_eFD.transpose(-2, -1)) * (rows_ecD @ w3_eFD.transpose(-2, -1))
-    return (hidden_ecF @ w2_eDF.transpose(-2, -1)).flatten(0, 1)
+    out_ecD = hidden_ecF @ w2_eDF.transpose(-2, -1)
+    # Not a view to autograd: FSDP warns of modules that return one.
+    return torch.ops.aten._unsafe_view.default(out_ecD, rows_RD.shape)
 
 
 def _grouped_swiglu(
