@@ -68,17 +68,12 @@ class RankPool:
             raise
         if len({r.num_collectives for r in returned}) > 1 or any(r.num_groups != 1 for r in returned):
             self._world = None
-            self._retire(workers)
+            self._dismiss(workers)
         return [pickle.loads(r.result) for r in returned]
 
     def close(self) -> None:
         """End the processes."""
-        for worker in self._workers:
-            worker.connection.close()
-        for worker in self._workers:
-            worker.process.join(timeout=5)
-            worker.stop()
-        self._workers.clear()
+        self._dismiss(self._workers.copy())
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
@@ -89,6 +84,14 @@ class RankPool:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def _dismiss(self, workers: list["_Worker"]) -> None:
+        """End processes that are idle: they tidy up by themselves."""
+        for worker in workers:
+            worker.connection.close()
+        for worker in workers:
+            worker.process.join(timeout=5)
+        self._retire(workers)
 
     def _retire(self, workers: list["_Worker"]) -> None:
         for worker in workers:
