@@ -11,7 +11,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from typing import IO, Any
 
 import torch
@@ -90,8 +92,10 @@ class _Worker:
 
 def _serve(config: str, name: str, threads: int, requests: IO[str]) -> None:
     run = family_configs(MODELS[config])[config]()
+    run = replace(run, training=replace(run.training, steps=1_000_000))  # it never ends by itself
     torch.set_num_threads(threads)
     data = open_data(run.data, run.training.seq_len, run.training.seed)
+    import_module("torch._dynamo")  # as torch's optimizers do, sooner or later: no part of the model's memory
     make_step = _ours(run, data) if name == "spurline" else _theirs(run, data, MODELS[config], name.split()[1])
     before = resident_bytes()
     take_step = make_step()

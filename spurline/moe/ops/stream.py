@@ -2,10 +2,13 @@
 
 T tokens, S rows sorted by expert, e experts, D width, F hidden width. Rows are taken from tokens (`token_S`) and added
 onto them, so that no (S, D) tensor is ever made; without `token_S`, the tokens are the rows. For the backward pass only
-what stands before the activation is kept, (2, S, F); the rest is computed again, chunk by chunk.
+what stands before the activation is kept, (2, S, F); the rest is computed again.
+
+Work goes by chunks of rows: of one expert, or of several that have few. Each expert multiplies its own part of a chunk;
+all else is done for the chunk as a whole, as small operations cost more than their arithmetic.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,6 +22,8 @@ from spurline.moe.ops.rows import gather_rows, scatter_add_rows
 
 CHUNK = 1024
 """Rows that are worked on at a time: enough to keep the cores busy, few enough to stay in cache."""
+JOINED = 1 << 18
+"""Elements (rows x width) up to which the rows of several experts make a chunk: about a core's own cache."""
 
 _silu = torch.ops.aten.silu.out
 _silu_backward = torch.ops.aten.silu_backward.grad_input
@@ -54,16 +59,15 @@ def stream_experts(
             rows = torch.mul(rows, weight, out=work.wide("weighted rows", chunk))
         gate = kept[0][chunk.number] if keeps_as_it_is else work.narrow("gate", chunk)
         up = kept[1][chunk.number] if keeps_as_it_is else work.narrow("up", chunk)
-        torch.mm(rows, w1_eDF(chunk), out=gate)
-        torch.mm(rows, w3_eDF(chunk), out=up)
+        multiply(chunk, rows, w1_eDF, out=gate)
+        multiply(chunk, rows, w3_eDF, out=up)
         if keep and not keeps_as_it_is:
             kept[0][chunk.number].copy_(gate)
             kept[1][chunk.number].copy_(up)
         hidden = _silu(gate, out=work.narrow("hidden", chunk)).mul_(up)
         if weight is not None and not weigh_before:
             hidden.mul_(weight)
-        out = work.place_for_result(y_TD, chunk)
-        work.give(y_TD, chunk, torch.mm(hidden, w2_eFD(chunk), out=out))
+        work.give(y_TD, chunk, multiply(chunk, hidden, w2_eFD, out=work.place_for_result(y_TD, chunk)))
     return y_TD.to(x_TD.dtype), kept_2SF
 
 
@@ -92,7 +96,7 @@ def stream_experts_backward(
     for chunk, weight in zip(work.chunks, work.weights(weight_S), strict=True):
         gate, up = work.lift(gates[chunk.number], "gate"), work.lift(ups[chunk.number], "up")
         grad = work.take(grad_TD, chunk, "gradient")
-        dhidden = torch.mm(grad, w2(chunk), out=work.narrow("dhidden", chunk))
+        dhidden = multiply(chunk, grad, w2, out=work.narrow("dhidden", chunk))
         active = _silu(gate, out=work.narrow("active", chunk))
         hidden = torch.mul(active, up, out=work.narrow("hidden", chunk))
         if weight is not None and not weigh_before:
@@ -112,7 +116,8 @@ def stream_experts_backward(
                 inputs = torch.mul(rows, weight, out=work.wide("weighted rows", chunk))
             dw1.add_outer(chunk, dgate, inputs)
             dw3.add_outer(chunk, dup, inputs)
-        dx = torch.mm(dgate, w1(chunk), out=work.place_for_result(dx_TD, chunk)).addmm_(dup, w3(chunk))
+        dx = multiply(chunk, dgate, w1, out=work.place_for_result(dx_TD, chunk))
+        multiply(chunk, dup, w3, out=dx, add=True)
         if weigh_before and weight is not None:
             products = torch.mul(dx, rows, out=work.wide("products", chunk))
             torch.sum(products, 1, out=dweights[chunk.number])
@@ -122,14 +127,41 @@ def stream_experts_backward(
     return dx_TD.to(x_TD.dtype), dw1.finish(), dw3.finish(), dw2.finish(), dweight_S
 
 
-class _Chunk(NamedTuple):
+class _Part(NamedTuple):
     """Neighbouring rows of one expert."""
 
-    number: int
     expert: int
     size: int
     is_first: bool
     is_last: bool
+
+
+class _Chunk(NamedTuple):
+    """Neighbouring rows that are worked on together."""
+
+    number: int
+    parts: list[_Part]
+    sizes: list[int]
+    """Of the parts."""
+    size: int
+
+    def split(self, rows: Tensor) -> Sequence[Tensor]:
+        """Each part's rows."""
+        return rows.split(self.sizes) if len(self.sizes) > 1 else (rows,)
+
+
+Matrices = Callable[[_Part], Tensor]
+"""From a part to the matrix of its expert, in the dtype of the products."""
+
+
+def multiply(chunk: _Chunk, rows: Tensor, matrices: Matrices, out: Tensor, add: bool = False) -> Tensor:
+    """Each part's rows with the matrix of its expert, written to `out` or added onto it."""
+    for part, a, result in zip(chunk.parts, chunk.split(rows), chunk.split(out), strict=True):
+        if add:
+            result.addmm_(a, matrices(part))
+        else:
+            torch.mm(a, matrices(part), out=result)
+    return out
 
 
 class _Workspace:
@@ -146,7 +178,7 @@ class _Workspace:
         )
         # The sum of a weight's gradient over chunks would be rounded after each, which only a wide dtype can bear.
         size = CHUNK if self.dtype == sum_dtype(x_TD.dtype) else max(self.num_rows, 1)
-        self.chunks = list(_cut(self.counts, size))
+        self.chunks = list(_join(_cut(self.counts, size), JOINED // max(x_TD.shape[1], 1)))
         self._sizes = [chunk.size for chunk in self.chunks]
         self._tokens = self.split(token_S) if token_S is not None else ()
         self._most_rows = max(self._sizes, default=0)
@@ -185,13 +217,12 @@ class _Workspace:
             return rows
         return self._buffer(name, rows.shape[0], rows.shape[1], self.dtype).copy_(rows)
 
-    def matrices(self, w_eIO: Tensor) -> Callable[[_Chunk], Tensor]:
-        """From a chunk to the matrix of its expert, in the dtype of the products."""
+    def matrices(self, w_eIO: Tensor) -> Matrices:
         matrices = w_eIO.unbind()
         if w_eIO.dtype == self.dtype:
-            return lambda chunk: matrices[chunk.expert]
+            return lambda part: matrices[part.expert]
         lifted = torch.empty_like(matrices[0], dtype=self.dtype)
-        return lambda chunk: lifted.copy_(matrices[chunk.expert]) if chunk.is_first else lifted
+        return lambda part: lifted.copy_(matrices[part.expert]) if part.is_first else lifted
 
     def gradient(self, w_eOI: Tensor) -> "_WeightGradient":
         return _WeightGradient(w_eOI, self.counts, self.dtype)
@@ -229,12 +260,28 @@ class _Workspace:
         return view
 
 
-def _cut(counts: list[int], size: int) -> Iterator[_Chunk]:
-    number = 0
+def _cut(counts: list[int], size: int) -> Iterator[_Part]:
+    """The rows of each expert, in parts of up to `size`."""
     for expert, count in enumerate(counts):
         for first in range(0, count, size):
-            yield _Chunk(number, expert, min(size, count - first), first == 0, first + size >= count)
-            number += 1
+            yield _Part(expert, min(size, count - first), first == 0, first + size >= count)
+
+
+def _join(parts: Iterable[_Part], most_rows: int) -> Iterator[_Chunk]:
+    """Neighbouring parts in one chunk, as long as they have no more than so many rows together."""
+    number, joined = 0, list[_Part]()
+    for part in parts:
+        if joined and sum(p.size for p in joined) + part.size > most_rows:
+            yield _chunk(number, joined)
+            number, joined = number + 1, []
+        joined.append(part)
+    if joined:
+        yield _chunk(number, joined)
+
+
+def _chunk(number: int, parts: list[_Part]) -> _Chunk:
+    sizes = [part.size for part in parts]
+    return _Chunk(number, parts, sizes, sum(sizes))
 
 
 class _WeightGradient:
@@ -248,15 +295,16 @@ class _WeightGradient:
         self._total = None if same else torch.empty_like(self._grads[0], dtype=dtype)
 
     def add_outer(self, chunk: _Chunk, a: Tensor, b: Tensor) -> None:
-        """Add a^T b to the expert's gradient, which the first chunk starts."""
-        grad = self._grads[chunk.expert]
-        total = grad if self._total is None else self._total
-        if chunk.is_first:
-            torch.mm(a.t(), b, out=total)
-        else:
-            total.addmm_(a.t(), b)
-        if chunk.is_last and self._total is not None:
-            grad.copy_(total)
+        """Add a^T b to the gradient of each part's expert, which its first part starts."""
+        for part, a_part, b_part in zip(chunk.parts, chunk.split(a), chunk.split(b), strict=True):
+            grad = self._grads[part.expert]
+            total = grad if self._total is None else self._total
+            if part.is_first:
+                torch.mm(a_part.t(), b_part, out=total)
+            else:
+                total.addmm_(a_part.t(), b_part)
+            if part.is_last and self._total is not None:
+                grad.copy_(total)
 
     def finish(self) -> Tensor:
         """All of it, with zeros for experts without rows."""
