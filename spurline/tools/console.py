@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Sequence
+
+SECONDS_FOR_THE_FIRST_RANK = 10.0
 
 
 def complain(prog: str, problems: list[str]) -> int:
     """Tell the user on stderr everything that is wrong, a line each; returns the exit code of a wrong command."""
-    if os.environ.get("RANK", "0") != "0":
-        return 2  # under torchrun, all ranks find the same problems and the first one tells them
+    rank = os.environ.get("RANK", "0")
+    if rank != "0":
+        # Under torchrun, all ranks find the same problems and the first one tells them: with its end torchrun ends the
+        # others. Who is still there then has a problem of its own.
+        time.sleep(SECONDS_FOR_THE_FIRST_RANK)
+        prog = f"{prog}, rank {rank}"
     if len(problems) == 1:
         print(f"{prog}: {problems[0]}", file=sys.stderr)
     else:

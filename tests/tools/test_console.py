@@ -36,3 +36,12 @@ def test_one_problem_is_one_line(capsys):
 def test_several_problems_are_counted_and_indented(capsys):
     assert complain("spurline train", ["a", "b"]) == 2
     assert capsys.readouterr().err == "spurline train: 2 problems\n  a\n  b\n"
+
+
+def test_other_ranks_leave_the_word_to_the_first_and_then_speak_for_themselves(capsys, monkeypatch):
+    waited = []
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setattr("time.sleep", waited.append)
+    assert complain("spurline train", ["no luck"]) == 2
+    assert waited == [10.0]
+    assert capsys.readouterr().err == "spurline train, rank 3: no luck\n"
