@@ -147,12 +147,12 @@ def grid(world: int) -> list[tuple[MoEConfig, list[Shape], bool]]:
     return cases
 
 
-# On 4 and 8 ranks the grid is run in parts, of which all but one wait for the slow tests.
+# The grid is run in parts, of which all but one wait for the slow tests.
 PARTS = [
     pytest.param(
         world, part, number, marks=[pytest.mark.slow] * (part != number // 2), id=f"{world} ranks, part {part}"
     )
-    for world, number in [(2, 1), (4, 3), (8, 7)]
+    for world, number in [(2, 3), (4, 5), (8, 7)]
     for part in range(number)
 ]
 

@@ -64,7 +64,7 @@ def run_on_rank(rank: int, config: RunConfig[Any], folder: str) -> dict[str, Ten
     [
         ({"tensor_parallel_degree": 2}, False, "none"),
         ({"expert_parallel_degree": 2}, False, "selective"),
-        ({"tensor_parallel_degree": 2, "expert_parallel_degree": 2}, True, "none"),
+        pytest.param({"tensor_parallel_degree": 2, "expert_parallel_degree": 2}, True, "none", marks=pytest.mark.slow),
     ],
     ids=["tp 2", "ep 2, remat", "tp 2, ep 2, compiled"],
 )
