@@ -18,6 +18,7 @@ from spurline.tools.parsing import UserPackage, described, load_user_code, parse
 from spurline.train.checkpoint_folder import CheckpointFolder
 
 PROG = "spurline train"
+_SECTIONS_TO_ENABLE = ("--compile", "--checkpoint", "--profile")
 R = TypeVar("R", bound=RunConfig[Any])
 
 
@@ -47,6 +48,7 @@ class UnknownModel:
 
 def resolve(argv: list[str]) -> Command[Any]:
     """The command that `argv` describes, sound in every part; a ConfigError lists all that is wrong with it."""
+    argv = [f"{option}.enable" if option in _SECTIONS_TO_ENABLE else option for option in argv]
     before, given = split_options(argv)
     named = {option.name: option.values[0] for option in given if option.values}
     problems = load_user_code(argv)
@@ -124,7 +126,8 @@ examples
       --training.steps 20 --compile.enable --model.moe.top_k 4
   spurline train --config-file outputs/deepseek_v3_debugmodel/config.json
 
-Hyphens and underscores in option names are the same: --dry-run is --dry_run."""
+Hyphens and underscores in option names are the same: --dry-run is --dry_run.
+--compile, --checkpoint and --profile are short for --compile.enable and so on."""
 
 
 def _description(start: Command[Any]) -> str:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from spurline.config import RunConfig
+from spurline.config import Profile, RunConfig
 from spurline.config_io import ConfigError, save
 from spurline.models import family_configs, family_names
 from spurline.models.deepseek_v3.configs import deepseek_v3_debugmodel
@@ -42,6 +42,14 @@ def test_flags_switch_on_and_off():
     assert resolved("--model.moe.route_norm").model.moe.route_norm
     assert not resolved("--model.moe.no_route_norm").model.moe.route_norm
     assert not resolved("--model.moe.no-route-norm").model.moe.route_norm
+
+
+def test_name_of_a_section_switches_it_on():
+    assert resolved("--profile", "--profile.steps", "2").profile == Profile(enable=True, steps=2)
+    config = resolved("--compile", "--checkpoint")
+    assert config.compile.enable
+    assert config.checkpoint.enable
+    assert not config.profile.enable
 
 
 @pytest.mark.parametrize("dry_run", ["--dry-run", "--dry_run"])
