@@ -54,7 +54,7 @@ TARGETS = (
     Target("memory", "forward workspace", ("medium",), to_best_peer=0.15),
     Target("memory", "training workspace", ("medium",), to_best_peer=0.6),
     Target("step", "seconds", ("deepseek_v3_debugmodel", "qwen3_debugmodel_moe"), to_best_peer=1 / 1.3),
-    Target("step", "growth", ("deepseek_v3_debugmodel", "qwen3_debugmodel_moe"), to_best_peer=0.7),
+    Target("step", "peak memory", ("deepseek_v3_debugmodel", "qwen3_debugmodel_moe"), to_best_peer=0.7),
 )
 
 

@@ -1,7 +1,8 @@
 """A training step of a debug model, beside the same model in `transformers`, each in a process of its own.
 
-Both start from the same weights and see the same tokens; both clip gradients and take a fused AdamW step. The processes
-take turns, a few steps at a time, so that the machine's other load hits both alike.
+Both have the same shape, each its own random weights, and see the same tokens; both clip gradients and take a fused
+AdamW step. Ours also has the balance loss of its config. The processes take turns, a few steps at a time, so that the
+machine's other load hits both alike.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def _serve(config: str, name: str, threads: int, requests: IO[str]) -> None:
     run = replace(run, training=replace(run.training, steps=1_000_000))  # it never ends by itself
     torch.set_num_threads(threads)
     data = open_data(run.data, run.training.seq_len, run.training.seed)
-    import_module("torch._dynamo")  # as torch's optimizers do, sooner or later: no part of the model's memory
+    import_module("torch._dynamo")  # both have it after a few steps: no part of the model's memory
     make_step = _ours(run, data) if name == "spurline" else _theirs(run, data, MODELS[config], name.split()[1])
     before = resident_bytes()
     take_step = make_step()

@@ -29,8 +29,8 @@ class RankPool:
 
     A world of ranks stays up from one call to the next of the same size, and is made anew when the size changes. After
     a call that failed, left its ranks out of step, or made groups of its own, the processes are new as well: what a
-    program keeps of such a group (a mesh in a cache is enough) keeps gloo's threads too, and to take groups down that
-    others still hold on to has crashed processes.
+    program keeps of such a group (a mesh in a cache is enough) keeps gloo's threads too, and processes that had gone
+    through many of them have died in one of those threads.
     """
 
     def __init__(self, *, grace: float = 2.0) -> None:

@@ -206,3 +206,10 @@ class TestPackedWeights:
         experts(torch.randn(12, 8), [3, 3, 3, 3])
         assert experts.packed._w13_eDX is None
         assert experts.packed._sources == ()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_backend_returns_a_view(backend):
+    # FSDP, whose units experts may be, warns of modules that do.
+    out_RD = make(backend)(torch.randn(12, 8), [3, 3, 3, 3])
+    assert not out_RD._is_view()

@@ -24,19 +24,23 @@ def _no_blocks_of_other_tests():
 
 
 @pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("joined_rows", [0, 5, 1000], ids=["each by itself", "some joined", "all joined"])
 @pytest.mark.parametrize("chunk", [1, 3, 1000])
-def test_chunks_of_any_size_equal_the_reference(monkeypatch, chunk: int, before: bool) -> None:
+def test_chunks_of_any_size_equal_the_reference(monkeypatch, chunk: int, joined_rows: int, before: bool) -> None:
     monkeypatch.setattr(stream, "CHUNK", chunk)
+    monkeypatch.setattr(stream, "JOINED", joined_rows * 12)
     moe, x = make(score_before_experts=before), torch.randn(3, 9, 12)
     errors = errors_between(layer_results(moe, x), reference_results(moe, x))
     assert max(errors.values()) < 1e-5, errors
 
 
 @pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("joined_rows", [0, 1000])
 @pytest.mark.parametrize("has_instructions", [False, True])
 def test_bf16_is_as_close_to_the_truth_as_the_reference_in_bf16(
-    monkeypatch, has_instructions: bool, before: bool
+    monkeypatch, has_instructions: bool, joined_rows: int, before: bool
 ) -> None:
+    monkeypatch.setattr(stream, "JOINED", joined_rows * 12)
     monkeypatch.setattr(precision, "cpu_multiplies_bfloat16", lambda: has_instructions)
     monkeypatch.setattr(stream, "CHUNK", 5)
     moe, x = make(torch.bfloat16, score_before_experts=before), torch.randn(5, 11, 12, dtype=torch.bfloat16)

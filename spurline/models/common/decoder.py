@@ -94,7 +94,7 @@ class Decoder(nn.Module):
         """
         x_BLD = self.hidden(tokens_BL, cache, **extras)
         if labels_BL is not None and loss_sum is not None:
-            return self._loss_by_chunks(x_BLD.flatten(0, 1), labels_BL.flatten(), loss_sum)
+            return self.loss(x_BLD, tokens_BL, labels_BL, loss_sum, **extras)
         return self.score(x_BLD if cache is None else x_BLD[:, -1:])
 
     def hidden(self, tokens_BL: Tensor, cache: Cache | None = None, documents_BL: Tensor | None = None) -> Tensor:
@@ -129,6 +129,10 @@ class Decoder(nn.Module):
     def score(self, x_BLD: Tensor) -> Tensor:
         """The output head: (B, L, D) -> logits (B, L, V)."""
         return self.embedding.score(x_BLD) if self.output is None else self.output(x_BLD)
+
+    def loss(self, x_BLD: Tensor, tokens_BL: Tensor, labels_BL: Tensor, loss_sum: LossSum, **extras: Any) -> Tensor:
+        """The summed loss of what `hidden` returned; a family may have more to add."""
+        return self._loss_by_chunks(x_BLD.flatten(0, 1), labels_BL.flatten(), loss_sum)
 
     def _loss_by_chunks(self, x_TD: Tensor, labels_T: Tensor, loss_sum: LossSum) -> Tensor:
         """Logits of one chunk of positions at a time: made, summed up and dropped; and made again for backward."""

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from spurline.models.common.attention import LatentAttention
-from spurline.models.common.cache import Cache
 from spurline.models.common.decoder import Decoder, LossSum
 from spurline.models.common.init import residual_std
 from spurline.models.common.mask import mask_of_documents
@@ -47,18 +46,10 @@ class DeepSeekV3(Decoder):
         """What is recomputed, compiled and sharded by itself."""
         return [*self.layers.values(), *self.mtp.values()]
 
-    def forward(
-        self,
-        tokens_BL: Tensor,
-        cache: Cache | None = None,
-        labels_BL: Tensor | None = None,
-        loss_sum: LossSum | None = None,
-        **extras: Any,
-    ) -> Tensor:
-        if not self.mtp or not self.training or labels_BL is None or loss_sum is None:
-            return super().forward(tokens_BL, cache, labels_BL, loss_sum, **extras)
-        x_BLD = self.hidden(tokens_BL, cache, **extras)
-        loss = self._loss_by_chunks(x_BLD.flatten(0, 1), labels_BL.flatten(), loss_sum)
+    def loss(self, x_BLD: Tensor, tokens_BL: Tensor, labels_BL: Tensor, loss_sum: LossSum, **extras: Any) -> Tensor:
+        loss = super().loss(x_BLD, tokens_BL, labels_BL, loss_sum)
+        if not self.mtp or not self.training:
+            return loss
         return loss + self.mtp_loss_sum(x_BLD, tokens_BL, labels_BL, loss_sum, **extras)
 
     def mtp_loss_sum(
