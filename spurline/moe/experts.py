@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from spurline.moe.config import MoEConfig
 from spurline.moe.dispatch.plan import Plan
-from spurline.moe.ops.grouped import grouped_matmul
+from spurline.moe.ops.grouped import grouped_matmul, grouped_mm_takes
 from spurline.moe.ops.stream import stream_experts
 from spurline.moe.packed import PackedWeights
 from spurline.moe.parts import experts_backend
@@ -21,6 +21,8 @@ from spurline.moe.parts import register_experts_backend as register_experts_back
 from spurline.moe.telemetry import count
 from spurline.parallel.local import local
 
+MOST_PACKED_ROWS = 256
+"""Rows an expert may have for packed weights to be worth it: with more, they leave the cache between products."""
 RowCounts = Tensor | list[int]
 Backend = Callable[[Tensor, Tensor, Tensor, Tensor, RowCounts], Tensor]
 
@@ -95,10 +97,6 @@ def _stream(
     return y_TD
 
 
-def grouped_mm_takes(dtype: torch.dtype, *widths: int) -> bool:
-    return dtype in (torch.float32, torch.bfloat16, torch.float16) and all(w * dtype.itemsize % 16 == 0 for w in widths)
-
-
 def equal_count(rows_per_expert: RowCounts) -> int | None:
     """The number of rows every expert has, if it is one number and known without asking a device."""
     if isinstance(rows_per_expert, Tensor):
@@ -152,7 +150,7 @@ class Experts(nn.Module):
         if num_rows := self._packed_rows(rows_per_expert):
             count("experts.packed")
             return self.packed.swiglu(rows_RD, num_rows, w1, w3, w2)
-        backend = self._chosen or choose_backend(rows_RD, rows_per_expert)
+        backend = self._chosen or choose_backend(rows_RD, w1.shape[1], rows_per_expert)
         if backend is not stream_rows:  # which takes one expert's weights at a time to the dtype it multiplies in
             w1, w3, w2 = (w.to(rows_RD.dtype) for w in (w1, w3, w2))
         return backend(rows_RD, w1, w3, w2, rows_per_expert)
@@ -179,13 +177,16 @@ class Experts(nn.Module):
             return None
         if self.backend not in ("auto", "bmm") or torch.compiler.is_compiling():
             return None
-        return equal_count(rows_per_expert) if self.packed.can_hold(*self._weights()) else None
+        num_rows = equal_count(rows_per_expert)
+        if num_rows is None or (self.backend == "auto" and num_rows > MOST_PACKED_ROWS):
+            return None
+        return num_rows if self.packed.can_hold(*self._weights()) else None
 
 
-def choose_backend(rows_RD: Tensor, rows_per_expert: RowCounts) -> Backend:
+def choose_backend(rows_RD: Tensor, hidden_dim: int, rows_per_expert: RowCounts) -> Backend:
     """What is fastest here: on a CPU one expert after the other, on a device no loop that would wait for counts."""
     if rows_RD.device.type == "cpu":
         return stream_rows
     if equal_count(rows_per_expert) is not None:
         return bmm_experts
-    return grouped_mm_experts if grouped_mm_takes(rows_RD.dtype, rows_RD.shape[1]) else loop_experts
+    return grouped_mm_experts if grouped_mm_takes(rows_RD.dtype, rows_RD.shape[1], hidden_dim) else loop_experts

@@ -86,7 +86,8 @@ class Router(nn.Module):
         weight_TK = score_TE.gather(1, expert_TK)
         if config.route_norm:
             weight_TK = weight_TK / (weight_TK.sum(-1, keepdim=True) + 1e-20)
-        weight_TK = weight_TK * config.route_scale
+        if config.route_scale != 1:
+            weight_TK = weight_TK * config.route_scale
 
         if self.training and torch.is_grad_enabled():
             record(self.row_count_E, count_E)

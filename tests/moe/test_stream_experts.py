@@ -26,12 +26,28 @@ def _no_blocks_of_other_tests():
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("joined_rows", [0, 5, 1000], ids=["each by itself", "some joined", "all joined"])
 @pytest.mark.parametrize("chunk", [1, 3, 1000])
-def test_chunks_of_any_size_equal_the_reference(monkeypatch, chunk: int, joined_rows: int, before: bool) -> None:
+@pytest.mark.parametrize("many", [2, 1000], ids=["grouped", "part by part"])
+def test_chunks_of_any_size_equal_the_reference(
+    monkeypatch, many: int, chunk: int, joined_rows: int, before: bool
+) -> None:
     monkeypatch.setattr(stream, "CHUNK", chunk)
     monkeypatch.setattr(stream, "JOINED", joined_rows * 12)
+    monkeypatch.setattr(stream, "MANY", many)
     moe, x = make(score_before_experts=before), torch.randn(3, 9, 12)
     errors = errors_between(layer_results(moe, x), reference_results(moe, x))
     assert max(errors.values()) < 1e-5, errors
+
+
+@pytest.mark.parametrize("hidden_dim", [20, 19], ids=["fits PyTorch's grouped matmul", "does not"])
+def test_few_rows_for_many_experts_some_with_none(monkeypatch, hidden_dim: int) -> None:
+    calls, grouped_mm = [], torch.nn.functional.grouped_mm
+    monkeypatch.setattr(stream.F, "grouped_mm", lambda *args, **kw: calls.append(1) or grouped_mm(*args, **kw))
+    moe, x = make(num_experts=40, hidden_dim=hidden_dim), torch.randn(1, 14, 12)
+    rows_E = moe.router(x[0]).count_E
+    assert not rows_E[rows_E.nonzero()[0] :].all()
+    errors = errors_between(layer_results(moe, x), reference_results(moe, x))
+    assert max(errors.values()) < 1e-5, errors
+    assert bool(calls) == (hidden_dim == 20)
 
 
 @pytest.mark.parametrize("before", [False, True])

@@ -43,6 +43,11 @@ def grouped_outer(a_RO: Tensor, b_RI: Tensor, count_e: Tensor, kernel: str) -> T
     return out_eOI
 
 
+def grouped_mm_takes(dtype: torch.dtype, *widths: int) -> bool:
+    """Whether PyTorch's grouped matmul multiplies rows of this dtype and these widths."""
+    return dtype in (torch.float32, torch.bfloat16, torch.float16) and all(w * dtype.itemsize % 16 == 0 for w in widths)
+
+
 def _row_counts(count_e: Tensor, rows: Tensor) -> list[int]:
     counts = count_e.tolist()
     assert sum(counts) == rows.shape[0], f"row counts add up to {sum(counts)}, but there are {rows.shape[0]} rows"

@@ -6,6 +6,7 @@ when the last tensor that uses them is gone, and from there to the next caller. 
 that live.
 """
 
+import math
 import os
 import weakref
 from collections import defaultdict
@@ -35,7 +36,7 @@ _LIMIT = _limit() if hasattr(os, "sysconf") else 1 << 30
 def empty(shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """An uninitialized contiguous tensor of that shape, on the device and by default in the dtype of `like`."""
     dtype = dtype or like.dtype
-    num_elements = int(np.prod(shape, dtype=np.int64))
+    num_elements = math.prod(shape)
     num_bytes = num_elements * dtype.itemsize
     if like.device.type != "cpu" or num_bytes < _SMALLEST:
         return torch.empty(shape, dtype=dtype, device=like.device)

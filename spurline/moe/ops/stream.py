@@ -5,10 +5,12 @@ onto them, so that no (S, D) tensor is ever made; without `token_S`, the tokens 
 what stands before the activation is kept, (2, S, F); the rest is computed again.
 
 Work goes by chunks of rows: of one expert, or of several that have few. Each expert multiplies its own part of a chunk;
-all else is done for the chunk as a whole, as small operations cost more than their arithmetic.
+all else is done for the chunk as a whole, as small operations cost more than their arithmetic. Where parts are many,
+PyTorch's grouped matmul goes over them.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -16,14 +18,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spurline.moe.ops import memory
-from spurline.moe.ops.grouped import grouped_matmul
+from spurline.moe.ops.grouped import grouped_matmul, grouped_mm_takes
 from spurline.moe.ops.precision import product_dtype, sum_dtype
 from spurline.moe.ops.rows import gather_rows, scatter_add_rows
 
-CHUNK = 1024
+CHUNK = 2048
 """Rows that are worked on at a time: enough to keep the cores busy, few enough to stay in cache."""
 JOINED = 1 << 18
 """Elements (rows x width) up to which the rows of several experts make a chunk: about a core's own cache."""
+MANY = 8
+"""Parts of a chunk from which on one call multiplies them all."""
 
 _silu = torch.ops.aten.silu.out
 _silu_backward = torch.ops.aten.silu_backward.grad_input
@@ -144,24 +148,48 @@ class _Chunk(NamedTuple):
     sizes: list[int]
     """Of the parts."""
     size: int
+    end_e: Tensor | None
+    """Where the rows of each expert from the first to the last end, if there are many parts."""
 
     def split(self, rows: Tensor) -> Sequence[Tensor]:
         """Each part's rows."""
         return rows.split(self.sizes) if len(self.sizes) > 1 else (rows,)
 
 
-Matrices = Callable[[_Part], Tensor]
-"""From a part to the matrix of its expert, in the dtype of the products."""
-
-
-def multiply(chunk: _Chunk, rows: Tensor, matrices: Matrices, out: Tensor, add: bool = False) -> Tensor:
+def multiply(chunk: _Chunk, rows: Tensor, matrices: "_Matrices", out: Tensor, add: bool = False) -> Tensor:
     """Each part's rows with the matrix of its expert, written to `out` or added onto it."""
+    if chunk.end_e is not None and matrices.can_be_grouped:
+        product = F.grouped_mm(rows, matrices.between(chunk.parts[0], chunk.parts[-1]), offs=chunk.end_e)
+        return out.add_(product) if add else out.copy_(product)
     for part, a, result in zip(chunk.parts, chunk.split(rows), chunk.split(out), strict=True):
         if add:
-            result.addmm_(a, matrices(part))
+            result.addmm_(a, matrices.of(part))
         else:
-            torch.mm(a, matrices(part), out=result)
+            torch.mm(a, matrices.of(part), out=result)
     return out
+
+
+class _Matrices:
+    """One matrix of every expert, in the dtype of the products."""
+
+    def __init__(self, w_eIO: Tensor, dtype: torch.dtype) -> None:
+        self._all = w_eIO
+        self._lifted = None if w_eIO.dtype == dtype else torch.empty_like(w_eIO[0], dtype=dtype)
+        self.can_be_grouped = self._lifted is None and grouped_mm_takes(dtype, *w_eIO.shape[1:])
+
+    @cached_property
+    def _each(self) -> tuple[Tensor, ...]:
+        return self._all.unbind()
+
+    def of(self, part: _Part) -> Tensor:
+        matrix = self._each[part.expert]
+        if self._lifted is None:
+            return matrix
+        return self._lifted.copy_(matrix) if part.is_first else self._lifted
+
+    def between(self, first: _Part, last: _Part) -> Tensor:
+        """Those from one part to another."""
+        return self._all[first.expert : last.expert + 1]
 
 
 class _Workspace:
@@ -217,12 +245,8 @@ class _Workspace:
             return rows
         return self._buffer(name, rows.shape[0], rows.shape[1], self.dtype).copy_(rows)
 
-    def matrices(self, w_eIO: Tensor) -> Matrices:
-        matrices = w_eIO.unbind()
-        if w_eIO.dtype == self.dtype:
-            return lambda part: matrices[part.expert]
-        lifted = torch.empty_like(matrices[0], dtype=self.dtype)
-        return lambda part: lifted.copy_(matrices[part.expert]) if part.is_first else lifted
+    def matrices(self, w_eIO: Tensor) -> _Matrices:
+        return _Matrices(w_eIO, self.dtype)
 
     def gradient(self, w_eOI: Tensor) -> "_WeightGradient":
         return _WeightGradient(w_eOI, self.counts, self.dtype)
@@ -269,19 +293,28 @@ def _cut(counts: list[int], size: int) -> Iterator[_Part]:
 
 def _join(parts: Iterable[_Part], most_rows: int) -> Iterator[_Chunk]:
     """Neighbouring parts in one chunk, as long as they have no more than so many rows together."""
-    number, joined = 0, list[_Part]()
+    number, joined, num_rows = 0, list[_Part](), 0
     for part in parts:
-        if joined and sum(p.size for p in joined) + part.size > most_rows:
+        if joined and num_rows + part.size > most_rows:
             yield _chunk(number, joined)
-            number, joined = number + 1, []
+            number, joined, num_rows = number + 1, [], 0
         joined.append(part)
+        num_rows += part.size
     if joined:
         yield _chunk(number, joined)
 
 
 def _chunk(number: int, parts: list[_Part]) -> _Chunk:
     sizes = [part.size for part in parts]
-    return _Chunk(number, parts, sizes, sum(sizes))
+    return _Chunk(number, parts, sizes, sum(sizes), _ends(parts) if len(parts) >= MANY else None)
+
+
+def _ends(parts: list[_Part]) -> Tensor:
+    first, last = parts[0].expert, parts[-1].expert
+    counts = [0] * (last - first + 1)
+    for part in parts:
+        counts[part.expert - first] += part.size
+    return torch.tensor(counts).cumsum(0, dtype=torch.int32)
 
 
 class _WeightGradient:
