@@ -1,13 +1,14 @@
 """A training step of a debug model, beside the same model in `transformers`, each in a process of its own.
 
 Both have the same shape, each its own random weights, and see the same tokens; both clip gradients and take a fused
-AdamW step. Ours also has the balance loss of its config. The processes take turns, a few steps at a time, so that the
-machine's other load hits both alike.
+AdamW step, and both are also measured compiled. Ours also has the balance loss of its config. The processes take turns,
+a few steps at a time, so that the machine's other load hits all alike.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 import time
@@ -26,6 +27,13 @@ from spurline.data import DataSets, open_data
 from spurline.models import family_configs
 
 MODELS = {"deepseek_v3_debugmodel": "deepseek_v3", "qwen3_debugmodel_moe": "qwen3"}
+CANDIDATES = (
+    "spurline",
+    "spurline compiled",
+    "transformers grouped_mm",
+    "transformers eager",
+    "transformers compiled",
+)
 STEPS_A_TURN = 3
 Step = Callable[[int], object]
 """Takes the optimizer step of this number."""
@@ -38,8 +46,7 @@ def step(threads: int, seconds: float, cases: list[str]) -> Iterator[Figure]:
     model, its optimizer and its steps add to that.
     """
     for config in MODELS:
-        names = ["spurline", *(f"transformers {kind}" for kind in ("grouped_mm", "eager"))]
-        with_workers = {name: _Worker(config, name, threads) for name in names}
+        with_workers = {name: _Worker(config, name, threads) for name in CANDIDATES}
         try:
             workers = {name: worker for name, worker in with_workers.items() if worker.is_there()}
             started, times = time.perf_counter(), {name: list[float]() for name in workers}
@@ -51,7 +58,7 @@ def step(threads: int, seconds: float, cases: list[str]) -> Iterator[Figure]:
             for worker in with_workers.values():
                 worker.end()
         timings = {name: Timing(values) for name, values in times.items()}
-        peers = [name for name in timings if name != "spurline"]
+        peers = [name for name in timings if name.startswith("transformers")]
         for what, unit, value in (
             ("seconds", "ms", {name: timing.median * 1e3 for name, timing in timings.items()}),
             ("peak memory", "MB", {name: sizes["peak"] / 1e6 for name, sizes in memory.items()}),
@@ -97,7 +104,12 @@ def _serve(config: str, name: str, threads: int, requests: IO[str]) -> None:
     torch.set_num_threads(threads)
     data = open_data(run.data, run.training.seq_len, run.training.seed)
     import_module("torch._dynamo")  # both have it after a few steps: no part of the model's memory
-    make_step = _ours(run, data) if name == "spurline" else _theirs(run, data, MODELS[config], name.split()[1])
+    logging.getLogger("torch").setLevel(logging.ERROR)  # of graphs that break
+    who, *how = name.split()
+    compiled = "compiled" in how
+    make_step = (
+        _ours(run, data, compiled) if who == "spurline" else _theirs(run, data, MODELS[config], how[0], compiled)
+    )
     before = resident_bytes()
     take_step = make_step()
     number = 0
@@ -115,15 +127,16 @@ def _serve(config: str, name: str, threads: int, requests: IO[str]) -> None:
         print(json.dumps(answer), flush=True)
 
 
-def _ours(run: Any, data: DataSets) -> Callable[[], Step]:
+def _ours(run: Any, data: DataSets, compiled: bool) -> Callable[[], Step]:
     from spurline.train.allocator import keep_freed_memory
     from spurline.train.trainer import make_trainer
 
     keep_freed_memory()  # as `spurline train` does
+    run = replace(run, compile=replace(run.compile, enable=compiled))
     return lambda: make_trainer(run, data=data).step
 
 
-def _theirs(run: Any, data: DataSets, family: str, experts: str) -> Callable[[], Step]:
+def _theirs(run: Any, data: DataSets, family: str, experts: str, compiled: bool) -> Callable[[], Step]:
     import transformers
 
     from spurline.hf.families import architecture_for
@@ -137,6 +150,8 @@ def _theirs(run: Any, data: DataSets, family: str, experts: str) -> Callable[[],
     def make_step() -> Step:
         model = kind._from_config(config, experts_implementation=experts)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
+        if compiled:
+            model.compile()
         return partial(_take_their_step, model, optimizer, data, run.training.local_batch_size)
 
     return make_step
