@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -94,7 +95,8 @@ class _Worker:
 
     def end(self) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        with suppress(BrokenPipeError):  # it may have ended by itself
+            self._process.stdin.close()
         self._process.wait()
 
 
@@ -105,11 +107,11 @@ def _serve(config: str, name: str, threads: int, requests: IO[str]) -> None:
     data = open_data(run.data, run.training.seq_len, run.training.seed)
     import_module("torch._dynamo")  # both have it after a few steps: no part of the model's memory
     logging.getLogger("torch").setLevel(logging.ERROR)  # of graphs that break
-    who, *how = name.split()
-    compiled = "compiled" in how
-    make_step = (
-        _ours(run, data, compiled) if who == "spurline" else _theirs(run, data, MODELS[config], how[0], compiled)
-    )
+    compiled = name.endswith(" compiled")
+    if name.startswith("spurline"):
+        make_step = _ours(run, data, compiled)
+    else:
+        make_step = _theirs(run, data, MODELS[config], "eager" if name.endswith(" eager") else "grouped_mm", compiled)
     before = resident_bytes()
     take_step = make_step()
     number = 0

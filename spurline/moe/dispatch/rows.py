@@ -8,14 +8,14 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from spurline.moe.ops.rows import gather_rows, scatter_add_rows, scatter_add_rows_
+from spurline.moe.ops.rows import scatter_add_rows, scatter_add_rows_
 from spurline.moe.router import Routing
 from spurline.moe.telemetry import count
 
 
 def gather_weights(weight_TK: Tensor, slot_R: Tensor) -> Tensor:
-    """(T, K) -> (R,): the weight of each row."""
-    return gather_rows(weight_TK.reshape(-1, 1), slot_R).squeeze(-1)
+    """(T, K) -> (R,): the weight of each row. No slot comes twice, so gradients need no order to be summed in."""
+    return weight_TK.flatten().index_select(0, slot_R)
 
 
 def host_counts(routing: Routing) -> Tensor | list[int]:
