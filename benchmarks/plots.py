@@ -45,7 +45,7 @@ def draw_layers(figures: Figures, path: Path) -> None:
                         axis.annotate(f"{ratio:.2g}", place, ha="center", va="bottom", fontsize=7)
             axis.axhline(1.0, color="black", linewidth=0.8)
             axis.set_xticks(range(len(cases)), [case.replace("_", "\n") for case in cases])
-            axis.set_ylim(0.6, HIGHEST + 0.1)
+            axis.set_ylim(0, HIGHEST + 0.15)
             axis.set_title(f"{kind}, {num_threads} thread{'s' if num_threads > 1 else ''}", fontsize=10)
         axes[row][0].set_ylabel("times the floor")
     axes[0][1].legend(fontsize=8, loc="upper left", ncols=2)
@@ -65,6 +65,7 @@ def draw_sweep(figures: Figures, path: Path) -> None:
             ]
             axis.loglog(*zip(*points, strict=True), marker="o", color=color, label=name)
             axis.set_xticks([size for size, _ in points], [f"{size:,}" for size, _ in points])
+        axis.set_yticks([30, 60, 120, 240], ["30", "60", "120", "240"])
         axis.minorticks_off()
         axis.set_xlabel(field.replace("num_", "").replace("top_k", "experts a token"))
     axes[0][0].set_ylabel("ms, forward+backward")
@@ -80,6 +81,7 @@ def save(grid: Any, path: Path) -> None:
 
 def main() -> None:
     *sources, folder = sys.argv[1:]
+    mpl.rcParams["svg.fonttype"] = "none"  # text stays text
     mpl.rcParams["svg.hashsalt"] = "spurline"  # the same figures give the same file
     figures = [figure for source in sources for figure in json.loads(Path(source).read_text())]
     Path(folder).mkdir(parents=True, exist_ok=True)

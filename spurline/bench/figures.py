@@ -24,6 +24,11 @@ class Figure:
     to_best_peer: float | None = None
     """This value over the best peer's."""
 
+    @property
+    def place(self) -> str:
+        """What was measured, in words."""
+        return f"{self.part} {self.case}, {self.what}, {self.threads} thread{'s' if self.threads > 1 else ''}"
+
     def as_json(self) -> dict[str, Any]:
         return {key: value for key, value in asdict(self).items() if value is not None}
 
@@ -71,6 +76,5 @@ def missed_targets(figures: Iterable[Figure], targets: Sequence[Target] = TARGET
                 ratio = getattr(figure, name)
                 if limit is not None and ratio is not None and ratio > limit:
                     against = "the floor" if name == "to_floor" else "the best peer"
-                    where = f"{figure.part} {figure.case}, {figure.what}, {figure.threads} threads"
-                    found.append(f"{where}: {ratio:.3f} x {against}, target {limit:.3g}")
+                    found.append(f"{figure.place}: {ratio:.3f} x {against}, target {limit:.3g}")
     return found

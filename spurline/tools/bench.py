@@ -125,8 +125,7 @@ def _measure(command: Command) -> Iterator[list[Figure]]:
 
 def _show(console: Console, figures: list[Figure]) -> None:
     first = figures[0]
-    threads = f"{first.threads} thread{'s' if first.threads > 1 else ''}"
-    console.print(f"[bold]{first.part}[/bold] {first.case}, {first.what}, {threads}", highlight=False)
+    console.print(first.place, style="bold", highlight=False)
     for figure in figures:
         parts = [f"  {figure.candidate:<26}{figure.value:>10.4g} {figure.unit:<4}"]
         parts.append(f"±{figure.spread:>4.0%}" if figure.spread is not None else " " * 5)

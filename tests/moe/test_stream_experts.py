@@ -4,9 +4,11 @@ import gc
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from spurline import MoE, MoEConfig
-from spurline.moe.ops import memory, precision, stream
+from spurline.moe.ops import chunks, memory, precision, stream
 from spurline.testing.equivalence import errors_between, layer_results, reference_results
 
 CONFIG = MoEConfig(dim=12, hidden_dim=20, num_experts=4, top_k=2, num_shared_experts=1, experts_backend="stream")
@@ -30,12 +32,39 @@ def _no_blocks_of_other_tests():
 def test_chunks_of_any_size_equal_the_reference(
     monkeypatch, many: int, chunk: int, joined_rows: int, before: bool
 ) -> None:
-    monkeypatch.setattr(stream, "CHUNK", chunk)
-    monkeypatch.setattr(stream, "JOINED", joined_rows * 12)
-    monkeypatch.setattr(stream, "MANY", many)
+    monkeypatch.setattr(chunks, "CHUNK", chunk)
+    monkeypatch.setattr(chunks, "JOINED", joined_rows * 12)
+    monkeypatch.setattr(chunks, "MANY", many)
     moe, x = make(score_before_experts=before), torch.randn(3, 9, 12)
     errors = errors_between(layer_results(moe, x), reference_results(moe, x))
     assert max(errors.values()) < 1e-5, errors
+
+
+@given(
+    counts=st.lists(st.integers(0, 40), min_size=1, max_size=12),
+    most_rows=st.integers(1, 50),
+    whole_experts=st.booleans(),
+)
+def test_chunks_hold_every_row_once_and_in_order(counts: list[int], most_rows: int, whole_experts: bool) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunks, "CHUNK", 7)
+        patch.setattr(chunks, "JOINED", most_rows * 12)
+        made = chunks.make_chunks(counts, 12, whole_experts)
+    experts = [part.expert for chunk in made for part in chunk.parts for _ in range(part.size)]
+    assert experts == [expert for expert, count in enumerate(counts) for _ in range(count)]
+    for chunk in made:
+        assert chunk.size == sum(part.size for part in chunk.parts)
+        assert chunk.size <= most_rows or len(chunk.parts) == 1
+        assert (chunk.end_e is not None) == (len(chunk.parts) >= chunks.MANY)
+        if chunk.end_e is not None:
+            assert chunk.end_e[-1] == chunk.size
+    parts = [part for chunk in made for part in chunk.parts]
+    assert all(part.size <= 7 for part in parts) or whole_experts
+    with_rows = [expert for expert, count in enumerate(counts) if count]
+    assert [part.expert for part in parts if part.is_first] == with_rows
+    assert [part.expert for part in parts if part.is_last] == with_rows
+    if whole_experts:
+        assert len(parts) == len(with_rows)
 
 
 @pytest.mark.parametrize("hidden_dim", [20, 19], ids=["fits PyTorch's grouped matmul", "does not"])
@@ -56,9 +85,9 @@ def test_few_rows_for_many_experts_some_with_none(monkeypatch, hidden_dim: int) 
 def test_bf16_is_as_close_to_the_truth_as_the_reference_in_bf16(
     monkeypatch, has_instructions: bool, joined_rows: int, before: bool
 ) -> None:
-    monkeypatch.setattr(stream, "JOINED", joined_rows * 12)
+    monkeypatch.setattr(chunks, "JOINED", joined_rows * 12)
     monkeypatch.setattr(precision, "cpu_multiplies_bfloat16", lambda: has_instructions)
-    monkeypatch.setattr(stream, "CHUNK", 5)
+    monkeypatch.setattr(chunks, "CHUNK", 5)
     moe, x = make(torch.bfloat16, score_before_experts=before), torch.randn(5, 11, 12, dtype=torch.bfloat16)
     exact = reference_results(moe, x, torch.float64)
     errors, of_reference = (

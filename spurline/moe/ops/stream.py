@@ -9,25 +9,18 @@ all else is done for the chunk as a whole, as small operations cost more than th
 PyTorch's grouped matmul goes over them.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from spurline.moe.ops import memory
+from spurline.moe.ops.chunks import Chunk, Part, make_chunks
 from spurline.moe.ops.grouped import grouped_matmul, grouped_mm_takes
 from spurline.moe.ops.precision import product_dtype, sum_dtype
 from spurline.moe.ops.rows import gather_rows, scatter_add_rows
-
-CHUNK = 2048
-"""Rows that are worked on at a time: enough to keep the cores busy, few enough to stay in cache."""
-JOINED = 1 << 18
-"""Elements (rows x width) up to which the rows of several experts make a chunk: about a core's own cache."""
-MANY = 8
-"""Parts of a chunk from which on one call multiplies them all."""
 
 _silu = torch.ops.aten.silu.out
 _silu_backward = torch.ops.aten.silu_backward.grad_input
@@ -131,32 +124,7 @@ def stream_experts_backward(
     return dx_TD.to(x_TD.dtype), dw1.finish(), dw3.finish(), dw2.finish(), dweight_S
 
 
-class _Part(NamedTuple):
-    """Neighbouring rows of one expert."""
-
-    expert: int
-    size: int
-    is_first: bool
-    is_last: bool
-
-
-class _Chunk(NamedTuple):
-    """Neighbouring rows that are worked on together."""
-
-    number: int
-    parts: list[_Part]
-    sizes: list[int]
-    """Of the parts."""
-    size: int
-    end_e: Tensor | None
-    """Where the rows of each expert from the first to the last end, if there are many parts."""
-
-    def split(self, rows: Tensor) -> Sequence[Tensor]:
-        """Each part's rows."""
-        return rows.split(self.sizes) if len(self.sizes) > 1 else (rows,)
-
-
-def multiply(chunk: _Chunk, rows: Tensor, matrices: "_Matrices", out: Tensor, add: bool = False) -> Tensor:
+def multiply(chunk: Chunk, rows: Tensor, matrices: "_Matrices", out: Tensor, add: bool = False) -> Tensor:
     """Each part's rows with the matrix of its expert, written to `out` or added onto it."""
     if chunk.end_e is not None and matrices.can_be_grouped:
         product = F.grouped_mm(rows, matrices.between(chunk.parts[0], chunk.parts[-1]), offs=chunk.end_e)
@@ -181,13 +149,13 @@ class _Matrices:
     def _each(self) -> tuple[Tensor, ...]:
         return self._all.unbind()
 
-    def of(self, part: _Part) -> Tensor:
+    def of(self, part: Part) -> Tensor:
         matrix = self._each[part.expert]
         if self._lifted is None:
             return matrix
         return self._lifted.copy_(matrix) if part.is_first else self._lifted
 
-    def between(self, first: _Part, last: _Part) -> Tensor:
+    def between(self, first: Part, last: Part) -> Tensor:
         """Those from one part to another."""
         return self._all[first.expert : last.expert + 1]
 
@@ -205,8 +173,8 @@ class _Workspace:
             f"row counts add up to {sum(self.counts)}, but there are {self.num_rows} rows"
         )
         # The sum of a weight's gradient over chunks would be rounded after each, which only a wide dtype can bear.
-        size = CHUNK if self.dtype == sum_dtype(x_TD.dtype) else max(self.num_rows, 1)
-        self.chunks = list(_join(_cut(self.counts, size), JOINED // max(x_TD.shape[1], 1)))
+        whole_experts = self.dtype != sum_dtype(x_TD.dtype)
+        self.chunks = make_chunks(self.counts, x_TD.shape[1], whole_experts)
         self._sizes = [chunk.size for chunk in self.chunks]
         self._tokens = self.split(token_S) if token_S is not None else ()
         self._most_rows = max(self._sizes, default=0)
@@ -224,15 +192,15 @@ class _Workspace:
             return [None] * len(self.chunks)
         return self.split(weight_S.to(self.dtype).unsqueeze(1))
 
-    def narrow(self, name: str, chunk: _Chunk) -> Tensor:
+    def narrow(self, name: str, chunk: Chunk) -> Tensor:
         """A buffer (rows of the chunk, F)."""
         return self._buffer(name, chunk.size, self._narrow, self.dtype)
 
-    def wide(self, name: str, chunk: _Chunk) -> Tensor:
+    def wide(self, name: str, chunk: Chunk) -> Tensor:
         """A buffer (rows of the chunk, D)."""
         return self._buffer(name, chunk.size, self._wide, self.dtype)
 
-    def take(self, x_TD: Tensor, chunk: _Chunk, name: str) -> Tensor:
+    def take(self, x_TD: Tensor, chunk: Chunk, name: str) -> Tensor:
         """The chunk's rows of x, in the dtype of the products."""
         if not self.sums_by_token:
             return self.lift(self.split(x_TD)[chunk.number], name)
@@ -259,13 +227,13 @@ class _Workspace:
             return sum_TD.copy_(base_TD)
         return sum_TD.zero_() if self.sums_by_token else sum_TD
 
-    def place_for_result(self, y_TD: Tensor, chunk: _Chunk) -> Tensor:
+    def place_for_result(self, y_TD: Tensor, chunk: Chunk) -> Tensor:
         """Where a product is written that `give` brings to y: in y itself, if rows are not summed."""
         if not self.sums_by_token and y_TD.dtype == self.dtype:
             return self.split(y_TD)[chunk.number]
         return self.wide("result", chunk)
 
-    def give(self, y_TD: Tensor, chunk: _Chunk, rows: Tensor) -> None:
+    def give(self, y_TD: Tensor, chunk: Chunk, rows: Tensor) -> None:
         """Add the chunk's rows onto their tokens, or put them in their places."""
         if self.sums_by_token:
             if rows.dtype != y_TD.dtype:
@@ -284,39 +252,6 @@ class _Workspace:
         return view
 
 
-def _cut(counts: list[int], size: int) -> Iterator[_Part]:
-    """The rows of each expert, in parts of up to `size`."""
-    for expert, count in enumerate(counts):
-        for first in range(0, count, size):
-            yield _Part(expert, min(size, count - first), first == 0, first + size >= count)
-
-
-def _join(parts: Iterable[_Part], most_rows: int) -> Iterator[_Chunk]:
-    """Neighbouring parts in one chunk, as long as they have no more than so many rows together."""
-    number, joined, num_rows = 0, list[_Part](), 0
-    for part in parts:
-        if joined and num_rows + part.size > most_rows:
-            yield _chunk(number, joined)
-            number, joined, num_rows = number + 1, [], 0
-        joined.append(part)
-        num_rows += part.size
-    if joined:
-        yield _chunk(number, joined)
-
-
-def _chunk(number: int, parts: list[_Part]) -> _Chunk:
-    sizes = [part.size for part in parts]
-    return _Chunk(number, parts, sizes, sum(sizes), _ends(parts) if len(parts) >= MANY else None)
-
-
-def _ends(parts: list[_Part]) -> Tensor:
-    first, last = parts[0].expert, parts[-1].expert
-    counts = [0] * (last - first + 1)
-    for part in parts:
-        counts[part.expert - first] += part.size
-    return torch.tensor(counts).cumsum(0, dtype=torch.int32)
-
-
 class _WeightGradient:
     """The gradient of one matrix of every expert."""
 
@@ -327,7 +262,7 @@ class _WeightGradient:
         same = w_eOI.dtype == dtype or not self._grads
         self._total = None if same else torch.empty_like(self._grads[0], dtype=dtype)
 
-    def add_outer(self, chunk: _Chunk, a: Tensor, b: Tensor) -> None:
+    def add_outer(self, chunk: Chunk, a: Tensor, b: Tensor) -> None:
         """Add a^T b to the gradient of each part's expert, which its first part starts."""
         for part, a_part, b_part in zip(chunk.parts, chunk.split(a), chunk.split(b), strict=True):
             grad = self._grads[part.expert]

@@ -1,0 +1,142 @@
+"""spurline bench: what it measures is what it says, and what it finds is held against targets. No time is judged."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from spurline.bench import parts
+from spurline.bench.cases import CASES, Case
+from spurline.bench.figures import TARGETS, Figure, missed_targets
+from spurline.bench.layers import Candidate, Contest, check_agreement, make_contest
+from spurline.bench.measure import Timing, interleave
+from spurline.bench.step import _Worker
+from spurline.tools.bench import main
+
+TINY = Case("small", 16, 12, 4, 2, 9)
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    monkeypatch.setitem(CASES, "small", TINY)
+
+
+@pytest.mark.parametrize("routing", ["balanced", "zipf", "one_hot", "uniform"])
+def test_the_floor_multiplies_what_the_experts_multiply(routing: str) -> None:
+    contest = make_contest(replace(TINY, routing=routing, num_tokens=40), peers=False)
+    floor = contest.floor
+    rows, w1, w3, w2 = (t.clone().requires_grad_() for t in (floor.rows_RD, floor.w1, floor.w3, floor.w2))
+    outs = [
+        F.linear(F.silu(F.linear(rows[span], w1[e])) * F.linear(rows[span], w3[e]), w2[e])
+        for e, span in enumerate(floor.spans)
+    ]
+    out = torch.cat(outs)
+    out.backward(floor.grad_RD)
+    floor.forward_and_backward()
+    for found, expected in (
+        (floor.out_RD, out),
+        (floor.dx_RD, rows.grad),
+        (floor.dw1, w1.grad),
+        (floor.dw3, w3.grad),
+        (floor.dw2, w2.grad),
+    ):
+        torch.testing.assert_close(found, expected.detach())
+
+
+def test_cases_are_routed_as_they_say() -> None:
+    counts = {}
+    for routing in ("balanced", "zipf", "one_hot", "uniform"):
+        case = Case("x", 64, 8, 16, 2, 800, routing)
+        contest = make_contest(case, peers=False)
+        counts[routing] = sorted((span.stop - span.start for span in contest.floor.spans), reverse=True)
+    assert counts["one_hot"] == [800, 800] + [0] * 14
+    assert counts["uniform"] == [100] * 16
+    assert counts["zipf"][0] > 2 * counts["balanced"][0]
+
+
+def test_a_layer_that_computes_something_else_is_told() -> None:
+    contest = make_contest(TINY, peers=False)
+    ours = contest.candidates["spurline"]
+    other = make_contest(replace(TINY, num_experts=5), peers=False).candidates["spurline"].layer
+    both = Contest(contest.floor, {"spurline": ours, "other": Candidate(other, ours.x, ours.grad)})
+    (line,) = check_agreement(both, 1e-4)
+    assert line.startswith("other differs from spurline by ")
+
+
+def test_candidates_take_turns_and_each_round_starts_with_another() -> None:
+    ran: list[str] = []
+    times = interleave({name: lambda name=name: ran.append(name) for name in "abc"}, seconds=0, least=4)
+    assert "".join(ran) == "abc" + "abc" + "bca" + "cab" + "abc"
+    assert {len(timing.seconds) for timing in times.values()} == {4}
+
+
+def test_a_ratio_is_taken_round_by_round() -> None:
+    # The machine was slow in two rounds: the ratio of medians would be 1.5.
+    ours, floor = Timing([2.0, 20.0, 3.0]), Timing([2.0, 20.0, 2.0])
+    assert ours.ratio_to(floor) == 1.0
+
+
+def test_targets_that_are_missed_are_told_with_figure_and_limit() -> None:
+    fine = Figure("layers", "medium", "forward", "spurline", 1.0, "ms", 1, None, 1.06, 0.9)
+    slow = replace(fine, to_floor=1.061, threads=2)
+    peer = replace(fine, candidate="torchtitan", to_floor=1.4)
+    slower_than_peer = replace(fine, case="decode", to_best_peer=1.2)
+    assert missed_targets([fine, peer]) == []
+    assert missed_targets([slow, slower_than_peer]) == [
+        "layers medium, forward, 2 threads: 1.061 x the floor, target 1.06",
+        "layers decode, forward, 1 thread: 1.200 x the best peer, target 1",
+    ]
+
+
+def test_every_target_belongs_to_something_that_is_measured() -> None:
+    assert {target.part for target in TARGETS} <= set(parts.PARTS)
+    for target in TARGETS:
+        assert set(target.cases) <= set(CASES) or target.part == "step"
+
+
+def test_the_command_prints_a_table_and_writes_all_figures(tiny, tmp_path, capsys) -> None:
+    file = tmp_path / "figures.json"
+    options = ["--parts", "layers", "--cases", "small", "--threads", "1", "--seconds", "0.01", "--json", str(file)]
+    assert main(options) == 0
+    figures = json.loads(file.read_text())
+    found = {(f["what"], f["candidate"]) for f in figures}
+    assert {(what, who) for what in ("forward", "forward+backward") for who in ("floor", "spurline")} <= found
+    assert all(f["part"] == "layers" and f["case"] == "small" and f["value"] > 0 and f["to_floor"] > 0 for f in figures)
+    told = capsys.readouterr().out
+    assert "layers small, forward, 1 thread\n" in told
+    assert "x floor" in told
+
+
+def test_check_ends_with_an_error_where_a_target_is_missed(tiny, monkeypatch, capsys) -> None:
+    figure = Figure("layers", "small", "forward", "spurline", 1.0, "ms", 1, None, 1.2)
+    options = ["--parts", "layers", "--cases", "small", "--threads", "1", "--check"]
+    monkeypatch.setitem(parts.PARTS, "layers", lambda *_: iter([figure]))
+    assert main(options) == 1
+    assert "missed layers small, forward, 1 thread: 1.200 x the floor, target 1.1" in capsys.readouterr().out
+    monkeypatch.setitem(parts.PARTS, "layers", lambda *_: iter([replace(figure, to_floor=1.0)]))
+    assert main(options) == 0
+    assert "all targets met" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--parts", "layer"], "--parts: there is no 'layer'"),
+        (["--cases", "tiny"], "--cases: there is no 'tiny'"),
+        (["--threads", "0"], "--threads must be at least 1, got 0"),
+        (["--seconds", "0"], "--seconds must be positive, got 0"),
+    ],
+)
+def test_bad_options_are_told_in_one_line(options, complaint, capsys) -> None:
+    assert main(options) == 2
+    told = capsys.readouterr().err.strip().splitlines()
+    assert len(told) == 1
+    assert complaint in told[0]
+
+
+def test_a_step_whose_process_ends_is_left_out() -> None:
+    worker = _Worker("no such config", "transformers eager", 1)
+    assert not worker.is_there()
+    worker.end()
