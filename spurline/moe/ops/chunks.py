@@ -6,9 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-CHUNK = 512
-"""Rows that one thread works on at a time, few enough to stay in its cache; several threads take four times as many, or
-they wait for each other more than they work."""
+CHUNK = 2048
+"""Rows that are worked on at a time: enough to keep the cores busy, few enough to stay in cache."""
 JOINED = 1 << 18
 """Elements (rows x width) up to which the rows of several experts make a chunk: about a core's own cache."""
 MANY = 8
@@ -42,9 +41,7 @@ class Chunk(NamedTuple):
 
 def make_chunks(counts: list[int], width: int, whole_experts: bool) -> list[Chunk]:
     """Chunks of rows so wide, with so many rows for each expert: with whole_experts, none of them is cut."""
-    size = CHUNK if torch.get_num_threads() == 1 else 4 * CHUNK
-    if whole_experts:
-        size = max([1, *counts])
+    size = max([1, *counts]) if whole_experts else CHUNK
     return list(_join(_cut(counts, size), JOINED // max(width, 1)))
 
 
