@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from spurline import MoEConfig
+from spurline.moe import experts as experts_module
 from spurline.moe import telemetry
-from spurline.moe.experts import Experts, register_experts_backend
+from spurline.moe.experts import Experts, choose_backend, loop_experts, register_experts_backend
 
 BACKENDS = ["loop", "grouped_mm", "bmm", "stream"]
 
@@ -213,3 +214,25 @@ def test_no_backend_returns_a_view(backend):
     # FSDP, whose units experts may be, warns of modules that do.
     out_RD = make(backend)(torch.randn(12, 8), [3, 3, 3, 3])
     assert not out_RD._is_view()
+
+
+@pytest.mark.parametrize(("dim", "hidden_dim"), [(16, 18), (18, 16)])
+def test_a_device_without_a_grouped_matmul_for_these_widths_gets_the_loop(dim: int, hidden_dim: int) -> None:
+    assert choose_backend(torch.empty(6, dim, device="meta"), hidden_dim, [1, 5]) is loop_experts
+    chosen = choose_backend(torch.empty(6, 16, device="meta"), 16, [1, 5])
+    assert chosen is experts_module.grouped_mm_experts
+
+
+@pytest.mark.parametrize(("backend", "most", "packed"), [("auto", 3, True), ("auto", 2, False), ("bmm", 2, True)])
+def test_weights_are_packed_for_few_rows_or_if_asked_for(monkeypatch, backend: str, most: int, packed: bool) -> None:
+    monkeypatch.setattr(experts_module, "MOST_PACKED_ROWS", most)
+    experts, rows_RD = make(backend), torch.randn(12, 8)
+    telemetry.enable()
+    telemetry.reset()
+    try:
+        with torch.no_grad():
+            found = experts(rows_RD, [3, 3, 3, 3])
+        assert ("experts.packed" in telemetry.counters()) == packed
+    finally:
+        telemetry.enable(False)
+    torch.testing.assert_close(found, plain(experts, rows_RD, [3, 3, 3, 3]).detach())

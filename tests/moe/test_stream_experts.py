@@ -79,6 +79,24 @@ def test_few_rows_for_many_experts_some_with_none(monkeypatch, hidden_dim: int) 
     assert bool(calls) == (hidden_dim == 20)
 
 
+def test_many_experts_take_rows_weights_and_gradients_with_gaps_between_them() -> None:
+    moe = make(num_experts=16)
+    count_e = torch.tensor([3, 0, 1, 2] * 4)
+    dense = [torch.randn(24, 12), moe.experts.w1_EFD, moe.experts.w3_EFD, moe.experts.w2_EDF, torch.randn(24, 12)]
+
+    def results(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        *inputs, grad = (tensor.detach() for tensor in tensors)
+        for tensor in inputs:
+            tensor.requires_grad_()
+        y, _ = stream.stream_experts(*inputs, None, None, None, count_e, False, True)
+        return [y, *torch.autograd.grad(y, inputs, grad)]
+
+    with_gaps = [torch.cat([tensor, tensor[..., :3]], dim=-1)[..., : tensor.shape[-1]] for tensor in dense]
+    assert not any(tensor.is_contiguous() for tensor in with_gaps)
+    for found, expected in zip(results(with_gaps), results(dense), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("joined_rows", [0, 1000])
 @pytest.mark.parametrize("has_instructions", [False, True])

@@ -126,7 +126,7 @@ def stream_experts_backward(
 
 def multiply(chunk: Chunk, rows: Tensor, matrices: "_Matrices", out: Tensor, add: bool = False) -> Tensor:
     """Each part's rows with the matrix of its expert, written to `out` or added onto it."""
-    if chunk.end_e is not None and matrices.can_be_grouped:
+    if chunk.end_e is not None and matrices.can_be_grouped and rows.is_contiguous():
         product = F.grouped_mm(rows, matrices.between(chunk.parts[0], chunk.parts[-1]), offs=chunk.end_e)
         return out.add_(product) if add else out.copy_(product)
     for part, a, result in zip(chunk.parts, chunk.split(rows), chunk.split(out), strict=True):
@@ -143,7 +143,8 @@ class _Matrices:
     def __init__(self, w_eIO: Tensor, dtype: torch.dtype) -> None:
         self._all = w_eIO
         self._lifted = None if w_eIO.dtype == dtype else torch.empty_like(w_eIO[0], dtype=dtype)
-        self.can_be_grouped = self._lifted is None and grouped_mm_takes(dtype, *w_eIO.shape[1:])
+        is_dense = w_eIO.is_contiguous() or w_eIO.mT.is_contiguous()
+        self.can_be_grouped = self._lifted is None and is_dense and grouped_mm_takes(dtype, *w_eIO.shape[1:])
 
     @cached_property
     def _each(self) -> tuple[Tensor, ...]:
