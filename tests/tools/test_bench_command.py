@@ -138,5 +138,6 @@ def test_bad_options_are_told_in_one_line(options, complaint, capsys) -> None:
 
 def test_a_step_whose_process_ends_is_left_out() -> None:
     worker = _Worker("no such config", "transformers eager", 1)
+    worker._process.wait()  # others are asked first, so it is long gone when its turn comes
     assert not worker.is_there()
     worker.end()
