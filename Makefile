@@ -36,8 +36,9 @@ types: $(READY)
 unit: $(READY)
 	$(BIN)/pytest -m 'not slow'
 
-test-slow: $(READY)  ## the suites that take many minutes
+test-slow: $(READY)  ## the suites that take many minutes, and properties on examples they have not met
 	$(BIN)/pytest -m slow --timeout=3600
+	$(BIN)/pytest -m 'hypothesis and not slow' --hypothesis-profile=new --timeout=3600
 
 format: $(READY)  ## what pre-commit does
 	$(BIN)/ruff check --fix .

@@ -39,7 +39,7 @@ def any_value(hint: Any) -> st.SearchStrategy[Any]:
     }[hint]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(any_value(RunConfig))
 def test_config_comes_back_exactly(tmp_path_factory, config):
     path = tmp_path_factory.mktemp("run") / "config.json"

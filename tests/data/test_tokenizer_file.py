@@ -5,7 +5,7 @@ import sys
 import numpy as np
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -42,11 +42,12 @@ def file(tmp_path):
 
 
 @given(st.text(st.characters(codec="utf-8")))
+@example(f"a{BOUNDARY_TOKEN}b")
 def test_ids_are_those_of_transformers_and_text_survives_the_round_trip(text):
     theirs = PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer.from_str(BPE.content))
     ids = BPE.encode(text)
     assert ids.dtype == np.uint16
-    assert ids.tolist() == theirs.encode(text, add_special_tokens=False)
+    assert ids.tolist() == theirs.encode(text, add_special_tokens=False, split_special_tokens=True)
     assert BPE.decode(ids) == BPE.decode(ids.tolist()) == text
 
 

@@ -21,7 +21,7 @@ def test_forced_balance_follows_from_the_numbers_alone(T: int, K: int, E: int, e
         assert forced_traffic([T * K] * ep, E, rank) == Traffic.of_counts([count_E.tolist()] * ep, rank)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200)
 @given(st.integers(0, 60), st.integers(1, 5), st.integers(1, 6), st.integers(1, 4))
 def test_forced_order_is_the_stable_sort(T: int, K: int, e: int, ep: int) -> None:
     test_forced_balance_follows_from_the_numbers_alone(T, K, e * ep, ep)
@@ -41,7 +41,7 @@ def counts(draw: st.DrawFn) -> list[list[int]]:
     return draw(st.lists(row, min_size=P, max_size=P))
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200)
 @given(counts())
 def test_traffic_conserves_rows(count_PE: list[list[int]]) -> None:
     P = len(count_PE)
@@ -55,7 +55,7 @@ def test_traffic_conserves_rows(count_PE: list[list[int]]) -> None:
     assert {t.largest_split for t in everyone} == {max(max(t.send_P) for t in everyone)}
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200)
 @given(counts())
 def test_segments_become_expert_major_and_come_back(count_PE: list[list[int]]) -> None:
     """Each row carries (expert, rank, place): sorted by that, it is where it should be."""
@@ -72,7 +72,6 @@ def test_segments_become_expert_major_and_come_back(count_PE: list[list[int]]) -
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 5))
-@settings(deadline=None)
 def test_uniform_segments_need_no_index(P: int, e: int, length: int) -> None:
     rows_RD = torch.randn(P * e * length, 3)
     uniform = UniformPermutation.make(P, e)

@@ -277,7 +277,7 @@ any_training = st.builds(
     facts=any_facts,
     training=any_training,
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_what_is_said_to_work_works(
     parallelism: Parallelism, world_size: int, facts: ParallelFacts, training: Training
 ) -> None:

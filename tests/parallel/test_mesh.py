@@ -57,7 +57,7 @@ def group_ranks(mesh: DeviceMesh) -> list[int]:
 
 
 @given(degrees_and_rank())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_both_views_cover_the_same_ranks_in_the_same_order(drawn: tuple[Degrees, int]) -> None:
     d, rank = drawn
     dense = {"dp_replicate": d.dp_replicate, "dp_shard": d.dp_shard, "tp": d.tp}
@@ -77,7 +77,7 @@ def test_both_views_cover_the_same_ranks_in_the_same_order(drawn: tuple[Degrees,
 
 
 @given(degrees_and_rank())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_meshes_to_shard_over_have_as_many_axes_as_there_is_to_split(drawn: tuple[Degrees, int]) -> None:
     d, rank = drawn
     copies = ("dp_replicate",) if d.dp_replicate > 1 else ()
