@@ -6,7 +6,7 @@ what stands before the activation is kept, (2, S, F); the rest is computed again
 
 Work goes by chunks of rows: of one expert, or of several that have few. Each expert multiplies its own part of a chunk;
 all else is done for the chunk as a whole, as small operations cost more than their arithmetic. Where parts are many,
-PyTorch's grouped matmul goes over them.
+PyTorch's grouped matmul goes over them, unless each has so few rows that it pays to turn its product around.
 """
 
 from collections.abc import Sequence
@@ -24,6 +24,12 @@ from spurline.moe.ops.rows import gather_rows, scatter_add_rows
 
 _silu = torch.ops.aten.silu.out
 _silu_backward = torch.ops.aten.silu_backward.grad_input
+_FEW_ROWS, _FEW_ROWS_ON_ONE_THREAD = 8, 3
+"""Rows of an expert up to which products with its matrices are turned around..."""
+_LARGE = 1 << 16
+"""... if a matrix has so many elements."""
+_WIDEST_PAIR = 1024
+"""Width of rows up to which two of them are multiplied faster than one."""
 
 
 @torch.library.custom_op("spurline::stream_experts", mutates_args=())
@@ -126,6 +132,8 @@ def stream_experts_backward(
 
 def multiply(chunk: Chunk, rows: Tensor, matrices: "_Matrices", out: Tensor, add: bool = False) -> Tensor:
     """Each part's rows with the matrix of its expert, written to `out` or added onto it."""
+    if matrices.few_rows and not add and chunk.has_mostly(matrices.few_rows):
+        return _multiply_few(chunk, rows, matrices, out)
     if chunk.end_e is not None and matrices.can_be_grouped and rows.is_contiguous():
         product = F.grouped_mm(rows, matrices.between(chunk.parts[0], chunk.parts[-1]), offs=chunk.end_e)
         return out.add_(product) if add else out.copy_(product)
@@ -137,6 +145,29 @@ def multiply(chunk: Chunk, rows: Tensor, matrices: "_Matrices", out: Tensor, add
     return out
 
 
+def _few_rows(dtype: torch.dtype) -> int:
+    if dtype != torch.float32:
+        return 0
+    return _FEW_ROWS if torch.get_num_threads() > 1 else _FEW_ROWS_ON_ONE_THREAD
+
+
+def _multiply_few(chunk: Chunk, rows: Tensor, matrices: "_Matrices", out: Tensor) -> Tensor:
+    """The same with the matrix on the left, which BLAS reads faster and by all threads where there are few rows."""
+    columns, out_columns = rows.t(), out.t()
+    # One row alone is slow either way: it takes its neighbour along, whose own product comes on top right after.
+    least = 2 if rows.shape[1] <= _WIDEST_PAIR else 1
+    start = 0
+    for part in chunk.parts:
+        if part.size <= matrices.few_rows:
+            size = min(max(part.size, least), chunk.size - start)
+            product = torch.mm(matrices.of(part).t(), columns.narrow(1, start, size))
+            out_columns.narrow(1, start, size).copy_(product)
+        else:
+            torch.mm(rows.narrow(0, start, part.size), matrices.of(part), out=out.narrow(0, start, part.size))
+        start += part.size
+    return out
+
+
 class _Matrices:
     """One matrix of every expert, in the dtype of the products."""
 
@@ -144,6 +175,7 @@ class _Matrices:
         self._all = w_eIO
         self._lifted = None if w_eIO.dtype == dtype else torch.empty_like(w_eIO[0], dtype=dtype)
         is_dense = w_eIO.is_contiguous() or w_eIO.mT.is_contiguous()
+        self.few_rows = _few_rows(dtype) if w_eIO.mT.is_contiguous() and w_eIO[0].numel() >= _LARGE else 0
         self.can_be_grouped = self._lifted is None and is_dense and grouped_mm_takes(dtype, *w_eIO.shape[1:])
 
     @cached_property
