@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from spurline.moe.config import MoEConfig
 from spurline.moe.experts import Experts
+from spurline.moe.ops.few import linear
 from spurline.moe.parts import make_dispatcher, make_router
 from spurline.parallel.local import local
 from spurline.parallel.sequence_parallel import SequenceParallel
@@ -31,7 +32,7 @@ class SharedExperts(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         w1_FD, w3_FD, w2_DF = (local(w).to(x_TD.dtype) for w in (self.w1_FD, self.w3_FD, self.w2_DF))
-        return F.linear(F.silu(F.linear(x_TD, w1_FD)) * F.linear(x_TD, w3_FD), w2_DF)
+        return linear(F.silu(linear(x_TD, w1_FD)) * linear(x_TD, w3_FD), w2_DF)
 
 
 class MoE(nn.Module):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spurline import MoE, MoEConfig
-from spurline.moe.ops import chunks, memory, precision, stream
+from spurline.moe.ops import chunks, few, memory, precision, stream
 from spurline.testing.equivalence import errors_between, layer_results, reference_results
 
 CONFIG = MoEConfig(dim=12, hidden_dim=20, num_experts=4, top_k=2, num_shared_experts=1, experts_backend="stream")
@@ -80,17 +80,17 @@ def test_few_rows_for_many_experts_some_with_none(monkeypatch, hidden_dim: int) 
 
 
 @pytest.mark.parametrize("widest_pair", [0, 12, 1000], ids=["alone", "in pairs into the expert", "in pairs"])
-@pytest.mark.parametrize("few", [1, 2, 3, 8])
+@pytest.mark.parametrize("num_few", [1, 2, 3, 8])
 @pytest.mark.parametrize("counts", [[1], [0, 1, 1, 0, 2, 1], [3, 1, 0, 1, 9, 2, 1, 4], [1, 20, 1], [0, 0]], ids=str)
 def test_few_rows_are_multiplied_with_the_matrix_on_the_left(
-    monkeypatch, counts: list[int], few: int, widest_pair: int
+    monkeypatch, counts: list[int], num_few: int, widest_pair: int
 ) -> None:
     turned, multiply_few = [], stream._multiply_few
     monkeypatch.setattr(stream, "_multiply_few", lambda *args: turned.append(1) or multiply_few(*args))
-    monkeypatch.setattr(stream, "_LARGE", 1)
-    monkeypatch.setattr(stream, "_WIDEST_PAIR", widest_pair)
-    for name in ("_FEW_ROWS", "_FEW_ROWS_ON_ONE_THREAD"):
-        monkeypatch.setattr(stream, name, few)
+    monkeypatch.setattr(few, "LARGE", 1)
+    monkeypatch.setattr(few, "WIDEST_PAIR", widest_pair)
+    for name in ("FEW_ROWS", "FEW_ROWS_ON_ONE_THREAD"):
+        monkeypatch.setattr(few, name, num_few)
     num_rows = sum(counts)
     w1, w3, w2 = torch.randn(len(counts), 20, 12), torch.randn(len(counts), 20, 12), torch.randn(len(counts), 12, 20)
     x, base, weight = torch.randn(30, 12), torch.randn(30, 12), torch.rand(num_rows)
@@ -106,7 +106,7 @@ def test_few_rows_are_multiplied_with_the_matrix_on_the_left(
         tokens, onto, weights, index = inputs
         found, _ = stream.stream_experts(tokens, w1, w3, w2, weights, onto, index, torch.tensor(counts), False, False)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    of_few = sum(0 < count <= few for count in counts)
+    of_few = sum(0 < count <= num_few for count in counts)
     assert bool(turned) == (num_rows > 0 and 2 * of_few >= sum(count > 0 for count in counts))
 
 
@@ -124,20 +124,6 @@ def test_a_decoding_layer_equals_the_reference(monkeypatch, num_tokens: int, thr
         torch.set_num_threads(before)
     assert max(errors.values()) < 1e-5, errors
     assert turned
-
-
-@pytest.mark.parametrize(
-    ("matrix", "few"),
-    [
-        (torch.empty(2, 256, 256).mT, True),
-        (torch.empty(2, 256, 256), False),
-        (torch.empty(2, 256, 255).mT, False),
-        (torch.empty(2, 256, 256, dtype=torch.float64).mT, False),
-    ],
-    ids=["large", "the other way round", "small", "float64"],
-)
-def test_which_matrices_are_put_on_the_left(matrix: torch.Tensor, few: bool) -> None:
-    assert bool(stream._Matrices(matrix, matrix.dtype).few_rows) == few
 
 
 def test_many_experts_take_rows_weights_and_gradients_with_gaps_between_them() -> None:

@@ -3,10 +3,10 @@
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spurline.models.common.init import INIT_STD, fill_truncated_normal
+from spurline.moe.ops.few import linear
 from spurline.parallel.local import local
 from spurline.parallel.tensor import TensorParallel
 
@@ -19,7 +19,7 @@ class Linear(nn.Linear):
         super().__init__(in_dim, out_dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, local(self.weight).to(x.dtype))
+        return linear(x, local(self.weight).to(x.dtype))
 
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator | None) -> None:
         fill_truncated_normal(tensor, self.std, generator)
@@ -43,7 +43,7 @@ class Embedding(nn.Embedding):
 
     def score(self, x_BLD: Tensor) -> Tensor:
         """The product with every row, for a model whose output head is its embedding: (B, L, dim) -> (B, L, rows)."""
-        return F.linear(x_BLD, local(self.weight).to(x_BLD.dtype))
+        return linear(x_BLD, local(self.weight).to(x_BLD.dtype))
 
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator | None) -> None:
         fill_truncated_normal(tensor, self.std, generator)

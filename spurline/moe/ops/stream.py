@@ -6,7 +6,7 @@ what stands before the activation is kept, (2, S, F); the rest is computed again
 
 Work goes by chunks of rows: of one expert, or of several that have few. Each expert multiplies its own part of a chunk;
 all else is done for the chunk as a whole, as small operations cost more than their arithmetic. Where parts are many,
-PyTorch's grouped matmul goes over them, unless each has so few rows that it pays to turn its product around.
+PyTorch's grouped matmul goes over them, unless most have so few rows that they go as columns (`few.py`).
 """
 
 from collections.abc import Sequence
@@ -18,18 +18,13 @@ from torch import Tensor
 
 from spurline.moe.ops import memory
 from spurline.moe.ops.chunks import Chunk, Part, make_chunks
+from spurline.moe.ops.few import few_rows, least_rows
 from spurline.moe.ops.grouped import grouped_matmul, grouped_mm_takes
 from spurline.moe.ops.precision import product_dtype, sum_dtype
 from spurline.moe.ops.rows import gather_rows, scatter_add_rows
 
 _silu = torch.ops.aten.silu.out
 _silu_backward = torch.ops.aten.silu_backward.grad_input
-_FEW_ROWS, _FEW_ROWS_ON_ONE_THREAD = 8, 3
-"""Rows of an expert up to which products with its matrices are turned around..."""
-_LARGE = 1 << 16
-"""... if a matrix has so many elements."""
-_WIDEST_PAIR = 1024
-"""Width of rows up to which two of them are multiplied faster than one."""
 
 
 @torch.library.custom_op("spurline::stream_experts", mutates_args=())
@@ -145,20 +140,14 @@ def multiply(chunk: Chunk, rows: Tensor, matrices: "_Matrices", out: Tensor, add
     return out
 
 
-def _few_rows(dtype: torch.dtype) -> int:
-    if dtype != torch.float32:
-        return 0
-    return _FEW_ROWS if torch.get_num_threads() > 1 else _FEW_ROWS_ON_ONE_THREAD
-
-
 def _multiply_few(chunk: Chunk, rows: Tensor, matrices: "_Matrices", out: Tensor) -> Tensor:
-    """The same with the matrix on the left, which BLAS reads faster and by all threads where there are few rows."""
+    """The same with few rows as columns; see `few.py`."""
     columns, out_columns = rows.t(), out.t()
-    # One row alone is slow either way: it takes its neighbour along, whose own product comes on top right after.
-    least = 2 if rows.shape[1] <= _WIDEST_PAIR else 1
+    least = least_rows(rows.shape[1])
     start = 0
     for part in chunk.parts:
         if part.size <= matrices.few_rows:
+            # A single row has its neighbour for company, whose own product overwrites this one in the next turn.
             size = min(max(part.size, least), chunk.size - start)
             product = torch.mm(matrices.of(part).t(), columns.narrow(1, start, size))
             out_columns.narrow(1, start, size).copy_(product)
@@ -175,7 +164,7 @@ class _Matrices:
         self._all = w_eIO
         self._lifted = None if w_eIO.dtype == dtype else torch.empty_like(w_eIO[0], dtype=dtype)
         is_dense = w_eIO.is_contiguous() or w_eIO.mT.is_contiguous()
-        self.few_rows = _few_rows(dtype) if w_eIO.mT.is_contiguous() and w_eIO[0].numel() >= _LARGE else 0
+        self.few_rows = few_rows((w_eIO[0] if self._lifted is None else self._lifted).t())
         self.can_be_grouped = self._lifted is None and is_dense and grouped_mm_takes(dtype, *w_eIO.shape[1:])
 
     @cached_property
