@@ -33,8 +33,10 @@ def least_rows(num_inputs: int) -> int:
 
 def linear(x: Tensor, matrix_OI: Tensor) -> Tensor:
     """(..., I) -> (..., O), as `F.linear`; without gradients few rows go the faster way."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return F.linear(x, matrix_OI)
     num_rows = x.shape[:-1].numel()
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or not 0 < num_rows <= few_rows(matrix_OI):
+    if not 0 < num_rows <= few_rows(matrix_OI):
         return F.linear(x, matrix_OI)
     rows_RI = x.reshape(num_rows, -1)
     if num_rows < least_rows(rows_RI.shape[1]):
