@@ -126,7 +126,17 @@ def test_a_decoding_layer_equals_the_reference(monkeypatch, num_tokens: int, thr
     assert turned
 
 
-def test_many_experts_take_rows_weights_and_gradients_with_gaps_between_them() -> None:
+def with_gaps(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.cat([tensor, tensor[..., :3]], dim=-1)[..., : tensor.shape[-1]]
+
+
+def turned(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.mT.contiguous().mT
+
+
+@pytest.mark.parametrize("layout", [with_gaps, turned])
+@pytest.mark.parametrize("large", [1, 1 << 16], ids=["few rows as columns", "rows"])
+def test_many_experts_take_rows_weights_and_gradients_however_they_lie(monkeypatch, large: int, layout) -> None:
     moe = make(num_experts=16)
     count_e = torch.tensor([3, 0, 1, 2] * 4)
     dense = [torch.randn(24, 12), moe.experts.w1_EFD, moe.experts.w3_EFD, moe.experts.w2_EDF, torch.randn(24, 12)]
@@ -138,10 +148,22 @@ def test_many_experts_take_rows_weights_and_gradients_with_gaps_between_them() -
         y, _ = stream.stream_experts(*inputs, None, None, None, count_e, False, True)
         return [y, *torch.autograd.grad(y, inputs, grad)]
 
-    with_gaps = [torch.cat([tensor, tensor[..., :3]], dim=-1)[..., : tensor.shape[-1]] for tensor in dense]
-    assert not any(tensor.is_contiguous() for tensor in with_gaps)
-    for found, expected in zip(results(with_gaps), results(dense), strict=True):
-        torch.testing.assert_close(found, expected)
+    laid_out = [layout(tensor) for tensor in dense]
+    assert not any(tensor.is_contiguous() for tensor in laid_out)
+    monkeypatch.setattr(few, "LARGE", 1 << 16)
+    expected = results(dense)
+    monkeypatch.setattr(few, "LARGE", large)
+    for found, wanted in zip(results(laid_out), expected, strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_a_single_row_is_multiplied_with_its_neighbour(monkeypatch) -> None:
+    monkeypatch.setattr(few, "LARGE", 1)
+    widths, mm = [], torch.mm
+    monkeypatch.setattr(stream.torch, "mm", lambda a, b, **kw: widths.append(b.shape[1]) or mm(a, b, **kw))
+    w1, w3, w2 = torch.randn(4, 20, 12), torch.randn(4, 20, 12), torch.randn(4, 12, 20)
+    stream.stream_experts(torch.randn(5, 12), w1, w3, w2, None, None, None, torch.tensor([1, 2, 1, 1]), False, False)
+    assert widths == [2, 2, 2, 1] * 3  # the last has none
 
 
 @pytest.mark.parametrize("before", [False, True])

@@ -34,9 +34,9 @@ class Chunk(NamedTuple):
     end_e: Tensor | None
     """Where the rows of each expert from the first to the last end, if there are many parts."""
 
-    def has_mostly(self, most_rows: int) -> bool:
+    def is_mostly_few(self, few_rows: int) -> bool:
         """Whether at least half of the parts have no more than so many rows."""
-        return 2 * sum(size <= most_rows for size in self.sizes) >= len(self.sizes)
+        return 2 * sum(size <= few_rows for size in self.sizes) >= len(self.sizes)
 
     def split(self, rows: Tensor) -> Sequence[Tensor]:
         """Each part's rows."""

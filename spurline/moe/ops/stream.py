@@ -127,7 +127,7 @@ def stream_experts_backward(
 
 def multiply(chunk: Chunk, rows: Tensor, matrices: "_Matrices", out: Tensor, add: bool = False) -> Tensor:
     """Each part's rows with the matrix of its expert, written to `out` or added onto it."""
-    if matrices.few_rows and not add and chunk.has_mostly(matrices.few_rows):
+    if matrices.few_rows and not add and chunk.is_mostly_few(matrices.few_rows):
         return _multiply_few(chunk, rows, matrices, out)
     if chunk.end_e is not None and matrices.can_be_grouped and rows.is_contiguous():
         product = F.grouped_mm(rows, matrices.between(chunk.parts[0], chunk.parts[-1]), offs=chunk.end_e)
