@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from spurline.testing import RankPool
-from spurline.train.checkpoint import Checkpoints
+from spurline.train.checkpoint.manager import Checkpoints
 
 WIDTH, LAYERS, REPETITIONS = 2560, 8, 3
 

@@ -6,11 +6,12 @@ The names below load torch on first use, so that importing the package and askin
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from spurline.version import __version__
+
 if TYPE_CHECKING:
     from spurline.moe import MoE, MoEConfig, Routing
     from spurline.parallel.expert import parallelize_moe
 
-__version__ = "0.1.0"
 __all__ = ["MoE", "MoEConfig", "Routing", "__version__", "parallelize_moe"]
 
 _HOME = {

@@ -7,7 +7,7 @@ import sys
 from difflib import get_close_matches
 from importlib import import_module
 
-from spurline import __version__
+from spurline.version import __version__
 
 # name: (one line for the help, "module:function"); the function takes the command's arguments and returns an exit code.
 COMMANDS: dict[str, tuple[str, str]] = {

@@ -9,10 +9,23 @@ import dataclasses
 import math
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
-if TYPE_CHECKING:
-    from spurline.parallel.degrees import ParallelFacts
+
+@dataclass(frozen=True)
+class ParallelFacts:
+    """What a model has that ranks can share."""
+
+    num_heads: int
+    """Attention heads."""
+    num_kv_heads: int | None = None
+    """Heads of keys and values, where the query heads share them in groups."""
+    num_experts: int = 0
+    """Experts of an MoE layer (0: the model has none)."""
+    expert_hidden_dim: int = 0
+    """Hidden width of one expert."""
+    split_widths: tuple[tuple[str, int], ...] = ()
+    """What else tensor parallelism splits, with the name of its option."""
 
 
 class ModelConfig(Protocol):
@@ -294,7 +307,7 @@ class Debug:
     """Send token-slot i to expert i % E, whatever the gate says."""
     deterministic: bool = False
     """Refuse operations that may differ from run to run."""
-    fsdp_two_calls: bool = False
+    separate_expert_units: bool = False
     """Shard experts by an FSDP2 call of their own, as PyTorch builds without per-parameter meshes need it."""
     stop_after: int = 0
     """End cleanly after this step, as if interrupted, with the schedule of the full run (0 = off)."""

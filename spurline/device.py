@@ -1,6 +1,9 @@
 """The one file that knows which devices there are."""
 
 import os
+import re
+import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -44,9 +47,24 @@ def peak_memory_bytes(device: torch.device) -> int | None:
     """The most memory held at once: of the device, or of this process where the device is the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    from spurline.train.metrics import peak_memory_bytes as of_process
+    return process_peak_memory_bytes()
 
-    return of_process()
+
+def process_peak_memory_bytes() -> int | None:
+    """The most memory this process has held at once, or None where the system doesn't say (Windows)."""
+    # First what Linux says: its getrusage also counts what the process that started this one had held.
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        status = ""
+    if found := re.search(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE):
+        return int(found[1]) * 1024
+    try:
+        import resource
+    except ImportError:
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:

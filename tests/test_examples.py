@@ -19,7 +19,7 @@ from torch import Tensor
 
 from spurline import models
 from spurline.cli import main
-from spurline.moe import MoE, MoEConfig, parts
+from spurline.moe import MoE, MoEConfig, registry
 from spurline.moe.reference import reference_choice
 from spurline.testing.equivalence import errors_between, layer_results, reference_results
 from spurline.testing.verification.cells import Cell
@@ -34,8 +34,8 @@ CONFIG = {"dim": 8, "hidden_dim": 12, "num_experts": 8, "top_k": 2}
 def _registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.syspath_prepend(str(PACK))
     with ExitStack() as stack:
-        for registry in (models._FAMILIES, parts.ROUTERS, parts.EXPERTS_BACKENDS, parts.DISPATCHERS):
-            stack.enter_context(mock.patch.dict(registry))
+        for known in (models._FAMILIES, registry.ROUTERS, registry.EXPERTS_BACKENDS, registry.DISPATCHERS):
+            stack.enter_context(mock.patch.dict(known))
         import_module("my_moe_pack")
         yield
     for name in [name for name in sys.modules if name.startswith("my_moe_pack")]:

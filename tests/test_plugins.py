@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from spurline import models, plugins
 from spurline.cli import main
-from spurline.moe import MoE, MoEConfig, Routing, parts, register_router, update_expert_bias
+from spurline.moe import MoE, MoEConfig, Routing, register_router, registry, update_expert_bias
 from spurline.moe.dispatch.plan import ExpertRanks, spread_over
 
 REGISTERS_A_FAMILY = "from spurline.models import register_family\nregister_family('mine', 'my_family')\n"
@@ -41,8 +41,8 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         path.write_text(text)
 
     with ExitStack() as stack:
-        for registry in (models._FAMILIES, parts.ROUTERS, parts.EXPERTS_BACKENDS, parts.DISPATCHERS):
-            stack.enter_context(mock.patch.dict(registry))
+        for known in (models._FAMILIES, registry.ROUTERS, registry.EXPERTS_BACKENDS, registry.DISPATCHERS):
+            stack.enter_context(mock.patch.dict(known))
         yield write_file
     for name in set(sys.modules) - before:
         if name.startswith("my_"):

@@ -12,7 +12,7 @@ import torch
 from spurline import config_io
 from spurline.cli import main
 from spurline.train import trainer as trainer_module
-from spurline.train.checkpoint import Checkpoints
+from spurline.train.checkpoint.manager import Checkpoints
 from spurline.train.trainer import Trainer
 
 PRESET = ["--module", "deepseek_v3", "--config", "deepseek_v3_debugmodel"]

@@ -40,12 +40,16 @@ def account(
 
     A ConfigError lists what is missing, left over, or of a wrong shape or type.
     """
-    slots = architecture.slots(model_shapes(model), stored)
+    shapes = model_shapes(model)
+    slots = architecture.slots(shapes, stored)
     expected = {piece.name: piece.shape for slot in slots for piece in slot.pieces}
     problems = [f"tensor {name} is missing" for name in expected if name not in stored]
     for name in expected.keys() & stored.keys():
         problems += _misfits(name, stored[name], expected[name])
     problems += [problem for slot in slots for problem in _mixed_types(slot, stored)]
+
+    for copy, original in architecture.copies(shapes).items():
+        problems += _unless_copy(stored, copy, original, "a model has only one of them")
 
     left_out: dict[str, list[str]] = {}
     harmless = architecture.harmless(their_config, stored)
@@ -54,7 +58,7 @@ def account(
         if meanings:
             left_out.setdefault(meanings[0], []).append(name)
         elif name == _OUTPUT and model.tied_embeddings:
-            problems += _unless_copy(stored)
+            problems += _unless_copy(stored, _OUTPUT, _EMBEDDING, "config.json says that they are tied")
             left_out.setdefault("the embedding once more, which is the output head too", []).append(name)
         else:
             problems.append(f"tensor {name} {stored[name].shape} has no place in the model that config.json describes")
@@ -78,11 +82,11 @@ def _mixed_types(slot: Slot, stored: Mapping[str, Stored]) -> Iterable[str]:
         yield " and ".join(f"tensor {name} is {dtype}" for dtype, name in types.items()) + ": they must be of one type"
 
 
-def _unless_copy(stored: Mapping[str, Stored]) -> Iterable[str]:
-    if _EMBEDDING in stored and all(stored[name].dtype in FLOATS for name in (_OUTPUT, _EMBEDDING)):
-        output, embedding = read_whole(stored[_OUTPUT]), read_whole(stored[_EMBEDDING])
-        if output.dtype != embedding.dtype or not torch.equal(output, embedding):
-            yield f"tensor {_OUTPUT} differs from {_EMBEDDING}, and config.json says that they are tied"
+def _unless_copy(stored: Mapping[str, Stored], copy: str, original: str, why: str) -> Iterable[str]:
+    if all(name in stored and stored[name].dtype in FLOATS for name in (copy, original)):
+        copied, first = read_whole(stored[copy]), read_whole(stored[original])
+        if copied.dtype != first.dtype or not torch.equal(copied, first):
+            yield f"tensor {copy} differs from {original}, and {why}"
 
 
 def _few(names: list[str]) -> str:

@@ -18,7 +18,7 @@ from spurline.hf.folder import INDEX, TOKENIZER_FOLDER, WEIGHTS, copy_tokenizer,
 from spurline.hf.safetensors_file import Entry, write_file
 from spurline.hf.verify import compare_logits
 from spurline.models.common.hf import Slot
-from spurline.train.checkpoint import Checkpoints
+from spurline.train.checkpoint.manager import Checkpoints
 
 # What a trained model is used with; it changes nothing in the logits and so is no part of our model config.
 _KEPT_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "initializer_range")

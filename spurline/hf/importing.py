@@ -18,7 +18,7 @@ from spurline.hf.folder import TOKENIZER_FOLDER, copy_tokenizer, find_tensors, n
 from spurline.hf.safetensors_file import FLOATS, Stored, read_into
 from spurline.hf.verify import compare_logits
 from spurline.models.common.hf import Slot
-from spurline.train.checkpoint import Checkpoints
+from spurline.train.checkpoint.manager import Checkpoints
 
 
 def import_folder(

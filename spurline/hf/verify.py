@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from spurline.models.common.decoder_config import DecoderConfig
-from spurline.train.checkpoint import Checkpoints
+from spurline.train.checkpoint.manager import Checkpoints
 
 TOLERANCE = 1e-3
 """Of the largest logit: far above what another order of sums makes, far below what any wrong weight does."""

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any
 
 from spurline.config import RunConfig
-from spurline.plugins import register
+from spurline.registry import register
 
 # A family's configs live at <package>.configs as CONFIGS: config name -> function that returns a RunConfig.
 _FAMILIES: dict[str, str] = {

@@ -11,16 +11,16 @@ from spurline.moe.config import MoEConfig
 if TYPE_CHECKING:
     from spurline.moe.balance import update_expert_bias
     from spurline.moe.layer import MoE
-    from spurline.moe.parts import register_dispatcher, register_experts_backend, register_router
+    from spurline.moe.registry import register_dispatcher, register_experts_backend, register_router
     from spurline.moe.router import Router, Routing
 
 _HOME = {
     "MoE": "layer",
     "Router": "router",
     "Routing": "router",
-    "register_dispatcher": "parts",
-    "register_experts_backend": "parts",
-    "register_router": "parts",
+    "register_dispatcher": "registry",
+    "register_experts_backend": "registry",
+    "register_router": "registry",
     "update_expert_bias": "balance",
 }
 

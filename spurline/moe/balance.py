@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from spurline.comm.collectives import all_reduce_counts
 from spurline.moe.config import MoEConfig
-from spurline.parallel.collectives import all_reduce_counts
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

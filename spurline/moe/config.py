@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from spurline.moe.parts import DISPATCHERS, EXPERTS_BACKENDS, ROUTERS
-from spurline.plugins import unknown
+from spurline.moe.registry import DISPATCHERS, EXPERTS_BACKENDS, ROUTERS
+from spurline.registry import unknown
 
 _CHOICES = {
     "score_func": ("softmax", "sigmoid"),

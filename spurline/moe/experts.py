@@ -11,17 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spurline.comm.local import local
 from spurline.moe.config import MoEConfig
 from spurline.moe.dispatch.plan import Plan
-from spurline.moe.ops.grouped import grouped_matmul, grouped_mm_takes
-from spurline.moe.ops.stream import stream_experts
-from spurline.moe.packed import PackedWeights
-from spurline.moe.parts import experts_backend
-from spurline.moe.parts import register_experts_backend as register_experts_backend
+from spurline.moe.kernels.cpu.stream import stream_experts
+from spurline.moe.kernels.fused_weights import FusedWeights
+from spurline.moe.kernels.grouped import grouped_matmul, grouped_mm_takes
+from spurline.moe.registry import experts_backend
+from spurline.moe.registry import register_experts_backend as register_experts_backend
 from spurline.moe.telemetry import count
-from spurline.parallel.local import local
 
-MOST_PACKED_ROWS = 256
+MOST_FUSED_ROWS = 256
 """Rows an expert may have for packed weights to be worth it: with more, they leave the cache between products."""
 RowCounts = Tensor | list[int]
 Backend = Callable[[Tensor, Tensor, Tensor, Tensor, RowCounts], Tensor]
@@ -115,7 +115,7 @@ class Experts(nn.Module):
         self.w1_EFD = nn.Parameter(torch.empty(E, F_, D))
         self.w3_EFD = nn.Parameter(torch.empty(E, F_, D))
         self.w2_EDF = nn.Parameter(torch.empty(E, D, F_))
-        self.packed = PackedWeights()
+        self.fused_weights = FusedWeights()
 
     @property
     def backend(self) -> str:
@@ -133,7 +133,7 @@ class Experts(nn.Module):
 
     def train(self, mode: bool = True) -> "Experts":
         if mode:
-            self.packed.clear()
+            self.fused_weights.clear()
         return super().train(mode)
 
     def forward(
@@ -147,9 +147,9 @@ class Experts(nn.Module):
         if plan is not None:
             return self._on_tokens(rows_RD, plan, base_TD)
         w1, w3, w2 = self._weights()
-        if num_rows := self._packed_rows(rows_per_expert):
-            count("experts.packed")
-            return self.packed.swiglu(rows_RD, num_rows, w1, w3, w2)
+        if num_rows := self._rows_for_fused_weights(rows_per_expert):
+            count("experts.fused_weights")
+            return self.fused_weights.swiglu(rows_RD, num_rows, w1, w3, w2)
         backend = self._chosen or choose_backend(rows_RD, w1.shape[1], rows_per_expert)
         if backend is not stream_rows:  # which takes one expert's weights at a time to the dtype it multiplies in
             w1, w3, w2 = (w.to(rows_RD.dtype) for w in (w1, w3, w2))
@@ -159,7 +159,7 @@ class Experts(nn.Module):
         """Whether the experts should take rows from the tokens by themselves: on a CPU, if rows stay on this rank."""
         if plan.steps or x_TD.device.type != "cpu" or self.backend not in ("auto", "stream"):
             return False
-        return not self._packed_rows(plan.rows_per_expert)
+        return not self._rows_for_fused_weights(plan.rows_per_expert)
 
     def _on_tokens(self, x_TD: Tensor, plan: Plan, base_TD: Tensor | None) -> Tensor:
         count("experts.on_tokens")
@@ -170,17 +170,17 @@ class Experts(nn.Module):
     def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
         return local(self.w1_EFD), local(self.w3_EFD), local(self.w2_EDF)
 
-    def _packed_rows(self, rows_per_expert: RowCounts) -> int | None:
+    def _rows_for_fused_weights(self, rows_per_expert: RowCounts) -> int | None:
         """The rows of each expert, if packed weights can serve them: as many for all, and no gradients."""
         if torch.is_grad_enabled():
-            self.packed.clear()
+            self.fused_weights.clear()
             return None
         if self.backend not in ("auto", "bmm") or torch.compiler.is_compiling():
             return None
         num_rows = equal_count(rows_per_expert)
-        if num_rows is None or (self.backend == "auto" and num_rows > MOST_PACKED_ROWS):
+        if num_rows is None or (self.backend == "auto" and num_rows > MOST_FUSED_ROWS):
             return None
-        return num_rows if self.packed.can_hold(*self._weights()) else None
+        return num_rows if self.fused_weights.can_hold(*self._weights()) else None
 
 
 def choose_backend(rows_RD: Tensor, hidden_dim: int, rows_per_expert: RowCounts) -> Backend:

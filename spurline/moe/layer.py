@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spurline.comm.local import local
+from spurline.comm.sequence_parallel import SequenceParallel
 from spurline.moe.config import MoEConfig
 from spurline.moe.experts import Experts
-from spurline.moe.ops.few import linear
-from spurline.moe.parts import make_dispatcher, make_router
-from spurline.parallel.local import local
-from spurline.parallel.sequence_parallel import SequenceParallel
+from spurline.moe.registry import make_dispatcher, make_router
+from spurline.ops.skinny_matmul import linear
 
 
 class SharedExperts(nn.Module):

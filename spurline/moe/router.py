@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from spurline.comm.local import local
 from spurline.moe.balance import attach_loss, balance_loss, count_rows_by_sequence
 from spurline.moe.config import MoEConfig
-from spurline.moe.ops.choose import choose_best
-from spurline.moe.ops.record import record
-from spurline.parallel.local import local
+from spurline.ops.accumulate import accumulate_once
+from spurline.ops.topk import stable_topk
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Router(nn.Module):
         if config.force_load_balance:
             expert_TK, count_E, host_count_E = self._forced_balance(x_TD)
         else:
-            expert_TK = self.choose(score_TE.detach())
+            expert_TK = self.select_experts(score_TE.detach())
             count_E = count_rows(expert_TK, config.num_experts)
 
         weight_TK = score_TE.gather(1, expert_TK)
@@ -90,7 +90,7 @@ class Router(nn.Module):
             weight_TK = weight_TK * config.route_scale
 
         if self.training and torch.is_grad_enabled():
-            record(self.row_count_E, count_E)
+            accumulate_once(self.row_count_E, count_E)
             weight_TK = self._with_balance_loss(weight_TK, logit_TE, score_TE, expert_TK, num_sequences)
         return Routing(expert_TK, weight_TK, count_E, host_count_E)
 
@@ -99,12 +99,12 @@ class Router(nn.Module):
         dtype = torch.promote_types(x_TD.dtype, torch.float32)
         return F.linear(x_TD.to(dtype), local(self.gate_ED).to(dtype))
 
-    def choose(self, score_TE: Tensor) -> Tensor:
+    def select_experts(self, score_TE: Tensor) -> Tensor:
         """The K best experts of each token by biased score, lower id first among equals."""
         biased_TE = score_TE + self.expert_bias_E
         if self.config.num_groups > 1:
             biased_TE = self._only_best_groups(biased_TE)
-        return choose_best(biased_TE, self.config.top_k)
+        return stable_topk(biased_TE, self.config.top_k)
 
     def _only_best_groups(self, biased_TE: Tensor) -> Tensor:
         T, E = biased_TE.shape
@@ -112,7 +112,7 @@ class Router(nn.Module):
         biased_TGe = biased_TE.view(T, G, E // G)
         group_score_TG = biased_TGe.topk(2, dim=-1).values.sum(-1)
         assert self.config.num_limited_groups is not None
-        best_Tg = choose_best(group_score_TG, self.config.num_limited_groups)
+        best_Tg = stable_topk(group_score_TG, self.config.num_limited_groups)
         closed_TG = torch.ones_like(group_score_TG, dtype=torch.bool).scatter(1, best_Tg, False)
         return biased_TGe.masked_fill(closed_TG.unsqueeze(-1), -torch.inf).view(T, E)
 
@@ -136,7 +136,7 @@ class Router(nn.Module):
         mean_weight = config.top_k / rows_SE.sum().clamp_min(1).to(logit_TE.dtype)
         loss = balance_loss(config, logit_TE, score_TE, rows_SE)
         loss = loss * torch.where(self.token_weight > 0, self.token_weight.to(loss.dtype), mean_weight)
-        record(self.balance_loss, loss.detach().float())
+        accumulate_once(self.balance_loss, loss.detach().float())
         return attach_loss(weight_TK, loss)
 
 

@@ -8,7 +8,7 @@ from functools import cache
 from math import gcd, log2
 from typing import Any
 
-from spurline.config import Parallelism, Training
+from spurline.config import ParallelFacts, Parallelism, Training
 
 
 @dataclass(frozen=True)
@@ -34,22 +34,6 @@ class Degrees:
     def efsdp(self) -> int:
         """The ranks that share the parameters of the same experts."""
         return self.dp_shard * self.tp // (self.ep * self.etp)
-
-
-@dataclass(frozen=True)
-class ParallelFacts:
-    """What a model has that ranks can share."""
-
-    num_heads: int
-    """Attention heads."""
-    num_kv_heads: int | None = None
-    """Heads of keys and values, where the query heads share them in groups."""
-    num_experts: int = 0
-    """Experts of an MoE layer (0: the model has none)."""
-    expert_hidden_dim: int = 0
-    """Hidden width of one expert."""
-    split_widths: tuple[tuple[str, int], ...] = ()
-    """What else tensor parallelism splits, with the name of its option."""
 
 
 def resolve_degrees(parallelism: Parallelism, world_size: int) -> Degrees:

@@ -9,11 +9,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from spurline.comm.collectives import sum_gradient
+from spurline.comm.sequence_parallel import SequenceParallel
 from spurline.moe.config import MoEConfig
 from spurline.moe.dispatch.plan import ExpertRanks, spread_over
 from spurline.moe.layer import MoE
-from spurline.parallel.collectives import sum_gradient
-from spurline.parallel.sequence_parallel import SequenceParallel
 
 
 def parallelize_moe(

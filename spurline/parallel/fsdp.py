@@ -13,7 +13,7 @@ from spurline.moe.experts import Experts
 from spurline.parallel.blocks import blocks_of
 
 
-def has_per_parameter_meshes() -> bool:
+def has_per_param_meshes() -> bool:
     """Whether this PyTorch can put the parameters of one module on different meshes."""
     try:
         from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult  # noqa: F401
@@ -22,20 +22,20 @@ def has_per_parameter_meshes() -> bool:
     return True
 
 
-def apply_fsdp(model: nn.Module, mesh: DeviceMesh, expert_mesh: DeviceMesh, one_call: bool | None = None) -> None:
+def apply_fsdp(model: nn.Module, mesh: DeviceMesh, expert_mesh: DeviceMesh, per_param_mesh: bool | None = None) -> None:
     """Shard every block of the model by itself, then the rest, in place.
 
-    Where PyTorch has per-parameter meshes, a block with experts is one unit; elsewhere (or with one_call=False) its
-    experts are a unit of their own, sharded first. Gradients are summed over ranks, not averaged: our losses already
-    are parts of one mean over all tokens.
+    Where PyTorch has per-parameter meshes, a block with experts is one unit; elsewhere (or with per_param_mesh=False)
+    its experts are a unit of their own, sharded first. Gradients are summed over ranks, not averaged: our losses
+    already are parts of one mean over all tokens.
     """
-    if one_call is None:
-        one_call = has_per_parameter_meshes()
+    if per_param_mesh is None:
+        per_param_mesh = has_per_param_meshes()
     for block in blocks_of(model):
         all_experts = [module for module in block.modules() if isinstance(module, Experts)]
         if not all_experts:
             fully_shard(block, mesh=mesh)
-        elif one_call:
+        elif per_param_mesh:
             fully_shard(block, mesh=mesh, shard_placement_fn=_placement_by_mesh(all_experts, mesh, expert_mesh))
         else:
             for experts in all_experts:
@@ -49,7 +49,7 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, expert_mesh: DeviceMesh, one_
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no other
 
 
-def splits_experts_from_blocks(model: nn.Module) -> bool:
+def has_separate_expert_units(model: nn.Module) -> bool:
     """Whether experts were sharded by a call of their own."""
     return any(isinstance(module, Experts) and isinstance(module, FSDPModule) for module in model.modules())
 

@@ -6,18 +6,18 @@ from spurline.config import Compile
 from spurline.moe.layer import MoE
 from spurline.parallel.compile import apply_compile
 from spurline.parallel.expert import parallelize_moe
-from spurline.parallel.fsdp import apply_fsdp, has_per_parameter_meshes
+from spurline.parallel.fsdp import apply_fsdp, has_per_param_meshes
 from spurline.parallel.mesh import Meshes
 from spurline.parallel.remat import apply_remat
 from spurline.parallel.tensor import apply_tensor_parallel
 
 
 def parallelize_model(
-    model: nn.Module, meshes: Meshes | None, remat: str, compiled: Compile, one_call: bool | None = None
+    model: nn.Module, meshes: Meshes | None, remat: str, compiled: Compile, per_param_mesh: bool | None = None
 ) -> None:
     """Split matrices, spread experts, then per block: recompute, compile, shard. Without meshes only what one rank can.
 
-    one_call=False shards experts by a call of their own, as PyTorch builds without per-parameter meshes need it.
+    per_param_mesh=False shards experts by a call of their own, as PyTorch builds without per-parameter meshes need it.
     """
     if meshes is not None:
         if meshes.degrees.tp > 1:
@@ -26,10 +26,10 @@ def parallelize_model(
     apply_remat(model, remat)
     if compiled.enable and "model" in compiled.parts:
         # The hooks of an FSDP unit inside a block can't be traced.
-        one_graph = meshes is None or (one_call is not False and has_per_parameter_meshes())
+        one_graph = meshes is None or (per_param_mesh is not False and has_per_param_meshes())
         apply_compile(model, compiled.backend, fullgraph=one_graph)
     if meshes is not None:
-        apply_fsdp(model, meshes.fsdp_mesh, meshes.expert_fsdp_mesh, one_call)
+        apply_fsdp(model, meshes.fsdp_mesh, meshes.expert_fsdp_mesh, per_param_mesh)
 
 
 def apply_expert_parallel(model: nn.Module, meshes: Meshes) -> None:

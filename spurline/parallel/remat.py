@@ -1,7 +1,7 @@
 """Activation checkpointing: blocks keep little for the backward pass and compute the rest a second time.
 
 `full` keeps a block's input and computes all of the block again. `selective` keeps what is dear and computes the rest
-again: see `_choose`. In both, statistics count once: `spurline.moe.ops.record` is not fooled by recomputation.
+again: see `_choose`. In both, statistics count once: `spurline.ops.accumulate` is not fooled by recomputation.
 """
 
 from collections.abc import Callable
@@ -19,15 +19,11 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-import spurline.moe.ops.choose
-import spurline.moe.ops.grouped
-import spurline.moe.ops.stream
-import spurline.parallel.collectives  # noqa: F401  (all register ops that are named here)
 from spurline.parallel.blocks import blocks_of
 
 _aten = torch.ops.aten
 _DECISIONS = {
-    torch.ops.spurline.choose_best.default,
+    torch.ops.spurline.stable_topk.default,
     _aten.sort.default,
     _aten.sort.stable,
     _aten.topk.default,

@@ -3,7 +3,8 @@
 B sequences of L positions, of which this rank has l (its real ones, see SequenceShard); D width, V vocabulary.
 
 Between blocks every rank has its own positions: norms, router and experts work on those. Attention, dense feed-forward
-and output head see all positions and a part of each matrix: `gather` before them, `scatter` behind them.
+and output head see all positions and a part of each matrix: `all_gather_sequence` before them,
+`reduce_scatter_sequence` behind them.
 """
 
 from dataclasses import dataclass
@@ -15,13 +16,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
-from spurline.parallel.collectives import (
+from spurline.comm.collectives import (
     all_gather_sequence,
     all_reduce_max,
     all_reduce_sum,
     reduce_scatter_sequence,
 )
-from spurline.parallel.sequence import SequenceShard
+from spurline.comm.sequence import SequenceShard
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class TensorParallel:
     def rank(self) -> int:
         return 0 if self.group is None else self.group.rank()
 
-    def gather(self, x_BlD: Tensor, length: int | None) -> Tensor:
+    def all_gather_sequence(self, x_BlD: Tensor, length: int | None) -> Tensor:
         """(B, l, D) -> (B, L, D): every rank's positions. Mirror: the sum over ranks of this rank's positions."""
         if self.group is None:
             return x_BlD
@@ -42,15 +43,15 @@ class TensorParallel:
         shard = self._shard(length)
         return shard.trim(all_gather_sequence(shard.pad(x_BlD, 1), self.group, 1), 1)
 
-    def scatter(self, x_BLD: Tensor) -> Tensor:
-        """(B, L, D) -> (B, l, D): this rank's positions of the sum over ranks. Mirror: gather."""
+    def reduce_scatter_sequence(self, x_BLD: Tensor) -> Tensor:
+        """(B, L, D) -> (B, l, D): this rank's positions of the sum over ranks. Mirror: all_gather_sequence."""
         if self.group is None:
             return x_BLD
         shard = self._shard(x_BLD.shape[1])
         padded_BLD = F.pad(x_BLD, [0, 0, 0, shard.padded_length - shard.length])
         return reduce_scatter_sequence(padded_BLD, self.group, 1).narrow(1, 0, shard.num_real)
 
-    def look_up(self, tokens_BL: Tensor, weight_vD: Tensor) -> Tensor:
+    def embed(self, tokens_BL: Tensor, weight_vD: Tensor) -> Tensor:
         """(B, L) and this rank's rows of the table -> (B, L, D): zeros for the tokens of other ranks."""
         if self.group is None:
             return F.embedding(tokens_BL, weight_vD)

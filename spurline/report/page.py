@@ -8,10 +8,10 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from spurline import __version__
 from spurline.report.charts import draw_curves, draw_heat, draw_time
 from spurline.report.read import Record, Run
 from spurline.report.thin import stretches
+from spurline.version import __version__
 
 WARNINGS, SAMPLES, SAMPLE_LETTERS = 30, 12, 2000  # the most of each that are shown
 

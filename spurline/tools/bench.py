@@ -108,7 +108,7 @@ def _measure(command: Command) -> Iterator[list[Figure]]:
     """The figures in groups: one benchmark, one case, one quantity."""
     import torch
 
-    from spurline.bench.parts import PARTS
+    from spurline.bench.suites import PARTS
 
     for threads in command.threads:
         torch.set_num_threads(threads)

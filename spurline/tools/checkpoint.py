@@ -16,7 +16,7 @@ from typing import Annotated, Any
 from spurline.tools.console import human
 from spurline.tools.parsing import described
 from spurline.tools.subcommands import Subcommand, run_subcommand
-from spurline.train.checkpoint_folder import CheckpointFolder
+from spurline.train.checkpoint.folder import CheckpointFolder
 
 PROG = "spurline checkpoint"
 LS = """\
@@ -122,7 +122,7 @@ def inspect_checkpoint(runs: list[str], options: Inspect) -> int:
     record = folder.record(step)
     if problem := folder.problem_of(step, ".metadata"):
         raise ValueError(f"step {step}: {problem}")
-    from spurline.train.checkpoint_contents import stored_tensors
+    from spurline.train.checkpoint.contents import stored_tensors
 
     tensors = stored_tensors(folder.at(step))
     if options.json:

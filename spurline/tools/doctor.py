@@ -18,9 +18,9 @@ from typing import Annotated
 
 import tyro
 
-from spurline import __version__
 from spurline.tools.console import complain
 from spurline.tools.parsing import described, parse
+from spurline.version import __version__
 
 PROG = "spurline doctor"
 DESCRIPTION = """\

@@ -199,7 +199,7 @@ def load_model(run_folder: Path, config: RunConfig[Any], step: int | None) -> nn
     from spurline.models.common.linear import Embedding, Linear
     from spurline.moe.experts import Experts
     from spurline.moe.layer import SharedExperts
-    from spurline.train.checkpoint import Checkpoints
+    from spurline.train.checkpoint.manager import Checkpoints
 
     checkpoints = Checkpoints(run_folder, config.checkpoint.interval, config.checkpoint.keep_latest_k)
     step = checkpoints.latest() if step is None else step

@@ -15,7 +15,7 @@ from spurline.data import check_data
 from spurline.models import family_configs
 from spurline.parallel.degrees import degree_problems
 from spurline.tools.parsing import UserPackage, described, load_user_code, parse, split_options, wants_help
-from spurline.train.checkpoint_folder import CheckpointFolder
+from spurline.train.checkpoint.folder import CheckpointFolder
 
 PROG = "spurline train"
 _SECTIONS_TO_ENABLE = ("--compile", "--checkpoint", "--profile")

@@ -27,20 +27,20 @@ from spurline.models.common.init import initialize
 from spurline.models.common.sampling import Sampling
 from spurline.moe.balance import set_token_weight, take_balance_loss, update_expert_bias
 from spurline.parallel.compile import compile_function
-from spurline.parallel.fsdp import splits_experts_from_blocks
+from spurline.parallel.fsdp import has_separate_expert_units
 from spurline.parallel.model import parallelize_model
 from spurline.parallel.world import World, joined_world
 from spurline.train.allocator import keep_freed_memory
 from spurline.train.captions import write_captions
-from spurline.train.checkpoint import Checkpoints
+from spurline.train.checkpoint.manager import Checkpoints
 from spurline.train.loss import count_real_tokens, make_loss_sum
-from spurline.train.metrics import AllWriters, Throughput, open_writers
-from spurline.train.optimizer import build_optimizer, clip_gradients, learning_rate, set_learning_rate
+from spurline.train.metrics.step_metrics import StepMetrics
+from spurline.train.metrics.timing import StepTimer, watch_layers
+from spurline.train.metrics.writers import AllWriters, Throughput, open_writers
+from spurline.train.optimizer.build import build_optimizer, clip_gradients, learning_rate, set_learning_rate
 from spurline.train.profiling import StepProfiler
 from spurline.train.progress import Progress
 from spurline.train.stop_signal import StopSignal
-from spurline.train.timing import StepTimer, watch_layers
-from spurline.train.vitals import Vitals
 
 
 @dataclass
@@ -181,8 +181,8 @@ def make_trainer(config: RunConfig[Any], world: World | None = None, data: DataS
     data = data or open_data_for_model(config)
     with torch.device("meta"):
         model = config.model.build()
-    one_call = False if config.debug.fsdp_two_calls else None
-    parallelize_model(model, world.meshes, config.activation_checkpoint.mode, compile_, one_call)
+    per_param_mesh = False if config.debug.separate_expert_units else None
+    parallelize_model(model, world.meshes, config.activation_checkpoint.mode, compile_, per_param_mesh)
     model.to_empty(device=world.device)
     initialize(model, training.seed)
     model.compute_dtype = getattr(torch, training.dtype)
@@ -251,7 +251,10 @@ def run_steps(
     config = trainer.config
     last_step = min(config.debug.stop_after or config.training.steps, config.training.steps)
     profiler = make_profiler(trainer, Path(config.job.dump_folder))
-    throughput, vitals = Throughput(), Vitals(trainer.model, config, trainer.device, trainer.world.degrees.world)
+    throughput, step_metrics = (
+        Throughput(),
+        StepMetrics(trainer.model, config, trainer.device, trainer.world.degrees.world),
+    )
     for step in range(done_steps + 1, last_step + 1):
         with trainer.timer.step(), profiler.step(step) if profiler else nullcontext():
             record = trainer.step(step)
@@ -273,7 +276,7 @@ def run_steps(
             }
             if validation_loss is not None:
                 record["validation_loss"] = validation_loss
-            for warning in vitals.add_to(record):
+            for warning in step_metrics.add_to(record):
                 progress.log(f"warning: {warning}")
             metrics.write(record)
             loads = [layer["load"] for layer in record["routing"].values()]
@@ -373,7 +376,7 @@ def describe(progress: Progress, config_name: str, trainer: Trainer, done_steps:
     tokens, threads = trainer.global_batch_size * training.seq_len, torch.get_num_threads()
     memory = ", freed memory is kept" if keeps_memory else ""
     progress.log(f"{training.steps} steps of {tokens} tokens on {trainer.world}, threads a rank: {threads}{memory}")
-    if trainer.config.compile.enable and splits_experts_from_blocks(trainer.model):
+    if trainer.config.compile.enable and has_separate_expert_units(trainer.model):
         progress.log("experts are FSDP units of their own, so their blocks compile in several graphs instead of one")
     if done_steps:
         progress.log(f"going on from the checkpoint of step {done_steps}")

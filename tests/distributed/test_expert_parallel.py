@@ -309,7 +309,7 @@ def test_without_gradients_the_packed_and_in_place_paths_serve(ranks: RankPool) 
         for rank, (y, counted) in enumerate(ranks.run(run_without_gradients, 2, forced)):
             assert relative_error(y, expected[rank]) < 1e-5
             assert counted["scatter.in_place"] == 1
-            assert counted.get("experts.packed", 0) == int(forced)
+            assert counted.get("experts.fused_weights", 0) == int(forced)
 
 
 def run_split_experts(rank: int, config: MoEConfig, shape: tuple[int, int], shapes: list[Shape]) -> dict[str, object]:

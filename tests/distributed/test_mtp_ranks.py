@@ -18,7 +18,7 @@ from spurline.moe.config import MoEConfig
 from spurline.parallel.world import World, joined_world
 from spurline.testing import RankPool
 from spurline.testing.equivalence import relative_error
-from spurline.train.checkpoint import Checkpoints
+from spurline.train.checkpoint.manager import Checkpoints
 from spurline.train.trainer import Trainer, make_trainer
 
 MODEL = DeepSeekV3Config(

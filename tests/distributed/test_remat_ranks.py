@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from spurline import MoE, MoEConfig, parallelize_moe
+from spurline.comm.collectives import all_gather_sequence, all_reduce_sum, reduce_scatter_sequence
 from spurline.moe.balance import routers
-from spurline.parallel.collectives import all_gather_sequence, all_reduce_sum, reduce_scatter_sequence
 from spurline.parallel.compile import apply_compile
 from spurline.parallel.remat import apply_remat
 from spurline.testing import RankPool

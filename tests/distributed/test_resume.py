@@ -23,7 +23,7 @@ from spurline.models.qwen3_vl.configs import qwen3_vl_debugmodel_moe
 from spurline.moe.config import MoEConfig
 from spurline.testing import RankPool
 from spurline.train import trainer as trainer_module
-from spurline.train.checkpoint_writer import ChecksummedStream
+from spurline.train.checkpoint.writer import ChecksummedStream
 from spurline.train.trainer import Trainer, make_trainer, train
 
 SEQUENCES = 8

@@ -314,7 +314,7 @@ def test_accumulated_micro_batches_make_the_same_step(
 
 @in_layouts("fsdp2 hsdp-ep", slow="fsdp-ep-tp-etp")
 def test_experts_in_a_call_of_their_own_train_like_one_rank(ranks: RankPool, make_config, layout: Layout) -> None:
-    check(ranks, make_config, layout, debug={"fsdp_two_calls": True})
+    check(ranks, make_config, layout, debug={"separate_expert_units": True})
 
 
 @in_layouts("fsdp-ep2", slow="fsdp4")
@@ -428,7 +428,7 @@ def test_two_calls_compile_too_and_the_first_rank_says_what_that_costs(
         FSDP_EP,
         job={"dump_folder": str(tmp_path)},
         compile=AOT_EAGER,
-        debug={"fsdp_two_calls": True, "stop_after": 3},
+        debug={"separate_expert_units": True, "stop_after": 3},
         **options,
     )
     (first, _), (second, _) = ranks.run(train_on_rank, 2, config, timeout=120)

@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from spurline.comm.sequence import SequenceShard
 from spurline.models.common.init import initialize
 from spurline.models.deepseek_v3.configs import DeepSeekV3Config
 from spurline.models.deepseek_v3.model import DeepSeekV3
 from spurline.moe.config import MoEConfig
 from spurline.parallel.compile import apply_compile, compile_function
-from spurline.parallel.sequence import SequenceShard
 from spurline.parallel.tensor import TensorParallel, apply_tensor_parallel
 from spurline.testing import RankPool
 from spurline.testing.equivalence import relative_error
@@ -63,7 +63,7 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 def check_gather(tp: TensorParallel, B: int, L: int) -> None:
     x_BLD, direction_PBLD = seeded(B, L, D), of_every_rank(B, L, D)
     x_BlD = leaf(own_positions(x_BLD))
-    gathered_BLD = tp.gather(x_BlD, L)
+    gathered_BLD = tp.all_gather_sequence(x_BlD, L)
     assert torch.equal(gathered_BLD, x_BLD)
     # Every rank goes on with the gathered tensor in its own way.
     (gathered_BLD * direction_PBLD[tp.rank]).sum().backward()
@@ -73,7 +73,7 @@ def check_gather(tp: TensorParallel, B: int, L: int) -> None:
 def check_scatter(tp: TensorParallel, B: int, L: int) -> None:
     x_PBLD, direction_BLD = of_every_rank(B, L, D), seeded(B, L, D)
     x_BLD = leaf(x_PBLD[tp.rank])
-    scattered_BlD = tp.scatter(x_BLD)
+    scattered_BlD = tp.reduce_scatter_sequence(x_BLD)
     assert_close(scattered_BlD, own_positions(x_PBLD.sum(0)))
     (scattered_BlD * own_positions(direction_BLD)).sum().backward()
     assert_close(x_BLD.grad, direction_BLD)
@@ -81,7 +81,7 @@ def check_scatter(tp: TensorParallel, B: int, L: int) -> None:
 
 def check_scatter_undoes_gather(tp: TensorParallel, B: int, L: int) -> None:
     x_BlD = own_positions(seeded(B, L, D))
-    assert_close(tp.scatter(tp.gather(x_BlD, L)), x_BlD * dist.get_world_size())
+    assert_close(tp.reduce_scatter_sequence(tp.all_gather_sequence(x_BlD, L)), x_BlD * dist.get_world_size())
 
 
 def make_ids(B: int, L: int) -> Tensor:
@@ -99,7 +99,7 @@ def check_look_up(tp: TensorParallel, B: int, L: int) -> None:
     (expected_BLD * direction_BLD).sum().backward()
 
     part_vD = leaf(own_part(table_VD, 0))
-    found_BlD = tp.scatter(tp.look_up(tokens_BL, part_vD))
+    found_BlD = tp.reduce_scatter_sequence(tp.embed(tokens_BL, part_vD))
     assert torch.equal(found_BlD, own_positions(expected_BLD))  # all but one rank add zeros
     (found_BlD * own_positions(direction_BLD)).sum().backward()
     assert_close(part_vD.grad, own_part(table_VD.grad, 0))

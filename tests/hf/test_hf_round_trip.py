@@ -12,7 +12,7 @@ from spurline import config_io
 from spurline.hf.exporting import export_run
 from spurline.hf.folder import INDEX
 from spurline.hf.importing import import_folder
-from spurline.train.checkpoint import Checkpoints
+from spurline.train.checkpoint.manager import Checkpoints
 
 
 def stored(folder):

@@ -13,7 +13,7 @@ from spurline.config import Compile, Parallelism
 from spurline.parallel.model import parallelize_model
 from spurline.parallel.world import joined_world
 from spurline.testing import RankPool
-from spurline.train.checkpoint import Checkpoints
+from spurline.train.checkpoint.manager import Checkpoints
 
 LAYOUTS = {
     "fsdp": Parallelism(data_parallel_shard_degree=2),

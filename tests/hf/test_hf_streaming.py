@@ -9,7 +9,7 @@ from their_models import make, save
 from spurline.hf import importing
 from spurline.hf.exporting import export_run
 from spurline.hf.importing import import_folder
-from spurline.train.checkpoint import Checkpoints
+from spurline.train.checkpoint.manager import Checkpoints
 
 
 class Live:

@@ -191,7 +191,7 @@ def test_experts_with_equal_rows_are_served_from_packed_weights():
     finally:
         telemetry.enable(False)
     assert config.moe.top_k == 2
-    assert telemetry.counters()["experts.packed"] == 4 * config.num_layers
+    assert telemetry.counters()["experts.fused_weights"] == 4 * config.num_layers
     assert "experts.loop" not in telemetry.counters()
 
 

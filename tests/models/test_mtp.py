@@ -26,7 +26,7 @@ from spurline.moe.balance import routers
 from spurline.moe.config import MoEConfig
 from spurline.parallel.compile import apply_compile
 from spurline.parallel.remat import apply_remat
-from spurline.train.checkpoint import Checkpoints
+from spurline.train.checkpoint.manager import Checkpoints
 from spurline.train.loss import IGNORE_INDEX, cross_entropy_sum
 
 CONFIG = DeepSeekV3Config(

@@ -14,7 +14,7 @@ from spurline.hf.exporting import export_run
 from spurline.hf.families import architecture_for, find_architecture, read_model_config
 from spurline.hf.importing import import_folder
 from spurline.models import family_configs
-from spurline.train.checkpoint import Checkpoints
+from spurline.train.checkpoint.manager import Checkpoints
 
 transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()

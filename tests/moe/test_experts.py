@@ -93,18 +93,18 @@ class TestPackedWeights:
 
     def check(self, experts: Experts, rows: torch.Tensor | None = None) -> None:
         rows = torch.randn(12, 8) if rows is None else rows
-        before = telemetry.counters().get("experts.packed", 0)
+        before = telemetry.counters().get("experts.fused_weights", 0)
         with torch.no_grad():
             torch.testing.assert_close(experts(rows, [3, 3, 3, 3]), plain(experts, rows, [3, 3, 3, 3]))
-        assert telemetry.counters()["experts.packed"] == before + 1
+        assert telemetry.counters()["experts.fused_weights"] == before + 1
 
     @pytest.mark.parametrize("backend", ["auto", "bmm"])
     def test_equals_the_plain_way_and_is_made_once(self, backend: str) -> None:
         experts = make(backend)
         self.check(experts)
-        packed = experts.packed._w13_eDX
+        packed = experts.fused_weights._w13_eDX
         self.check(experts)
-        assert experts.packed._w13_eDX is packed
+        assert experts.fused_weights._w13_eDX is packed
 
     @pytest.mark.parametrize("name", ["w1_EFD", "w3_EFD", "w2_EDF"])
     def test_an_edit_in_place_is_noticed(self, name: str) -> None:
@@ -181,7 +181,7 @@ class TestPackedWeights:
             for counts in ([0, 0, 0, 0], [4, 4, 4, 3]):
                 rows = torch.randn(sum(counts), 8)
                 torch.testing.assert_close(experts(rows, counts), plain(experts, rows, counts))
-        assert "experts.packed" not in telemetry.counters()
+        assert "experts.fused_weights" not in telemetry.counters()
 
     def test_a_forced_loop_stays_a_loop(self) -> None:
         with torch.no_grad():
@@ -202,11 +202,11 @@ class TestPackedWeights:
         experts = make().eval()
         self.check(experts)
         experts.train()
-        assert experts.packed._w13_eDX is None
+        assert experts.fused_weights._w13_eDX is None
         self.check(experts.eval())
         experts(torch.randn(12, 8), [3, 3, 3, 3])
-        assert experts.packed._w13_eDX is None
-        assert experts.packed._sources == ()
+        assert experts.fused_weights._w13_eDX is None
+        assert experts.fused_weights._sources == ()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -225,14 +225,14 @@ def test_a_device_without_a_grouped_matmul_for_these_widths_gets_the_loop(dim: i
 
 @pytest.mark.parametrize(("backend", "most", "packed"), [("auto", 3, True), ("auto", 2, False), ("bmm", 2, True)])
 def test_weights_are_packed_for_few_rows_or_if_asked_for(monkeypatch, backend: str, most: int, packed: bool) -> None:
-    monkeypatch.setattr(experts_module, "MOST_PACKED_ROWS", most)
+    monkeypatch.setattr(experts_module, "MOST_FUSED_ROWS", most)
     experts, rows_RD = make(backend), torch.randn(12, 8)
     telemetry.enable()
     telemetry.reset()
     try:
         with torch.no_grad():
             found = experts(rows_RD, [3, 3, 3, 3])
-        assert ("experts.packed" in telemetry.counters()) == packed
+        assert ("experts.fused_weights" in telemetry.counters()) == packed
     finally:
         telemetry.enable(False)
     torch.testing.assert_close(found, plain(experts, rows_RD, [3, 3, 3, 3]).detach())

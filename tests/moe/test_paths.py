@@ -32,7 +32,7 @@ def run(grad: bool, **changes: object) -> dict[str, int]:
         ("experts.on_tokens", True, {}),
         ("experts.on_tokens", False, {"experts_backend": "stream"}),
         ("experts.bmm", True, {"experts_backend": "bmm", "force_load_balance": True}),
-        ("experts.packed", False, {"force_load_balance": True}),
+        ("experts.fused_weights", False, {"force_load_balance": True}),
         ("scatter.in_place", False, {"experts_backend": "loop"}),
         ("scatter.in_place", False, {"experts_backend": "loop", "num_shared_experts": 1}),
         ("scatter.out_of_place", True, {"experts_backend": "loop"}),

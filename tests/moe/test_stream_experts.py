@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spurline import MoE, MoEConfig
-from spurline.moe.ops import chunks, few, memory, precision, stream
+from spurline.moe.kernels.cpu import buffers, chunks, precision, stream
+from spurline.ops import skinny_matmul
 from spurline.testing.equivalence import errors_between, layer_results, reference_results
 
 CONFIG = MoEConfig(dim=12, hidden_dim=20, num_experts=4, top_k=2, num_shared_experts=1, experts_backend="stream")
@@ -22,7 +23,7 @@ def make(dtype: torch.dtype = torch.float32, **changes: object) -> MoE:
 @pytest.fixture(autouse=True)
 def _no_blocks_of_other_tests():
     gc.collect()
-    memory.release()
+    buffers.release()
 
 
 @pytest.mark.parametrize("before", [False, True])
@@ -85,12 +86,12 @@ def test_few_rows_for_many_experts_some_with_none(monkeypatch, hidden_dim: int) 
 def test_few_rows_are_multiplied_with_the_matrix_on_the_left(
     monkeypatch, counts: list[int], num_few: int, widest_pair: int
 ) -> None:
-    turned, multiply_few = [], stream._multiply_few
-    monkeypatch.setattr(stream, "_multiply_few", lambda *args: turned.append(1) or multiply_few(*args))
-    monkeypatch.setattr(few, "LARGE", 1)
-    monkeypatch.setattr(few, "WIDEST_PAIR", widest_pair)
-    for name in ("FEW_ROWS", "FEW_ROWS_ON_ONE_THREAD"):
-        monkeypatch.setattr(few, name, num_few)
+    turned, skinny_products = [], stream._skinny_products
+    monkeypatch.setattr(stream, "_skinny_products", lambda *args: turned.append(1) or skinny_products(*args))
+    monkeypatch.setattr(skinny_matmul, "LARGE", 1)
+    monkeypatch.setattr(skinny_matmul, "WIDEST_PAIR", widest_pair)
+    for name in ("MOST_ROWS", "MOST_ROWS_ON_ONE_THREAD"):
+        monkeypatch.setattr(skinny_matmul, name, num_few)
     num_rows = sum(counts)
     w1, w3, w2 = torch.randn(len(counts), 20, 12), torch.randn(len(counts), 20, 12), torch.randn(len(counts), 12, 20)
     x, base, weight = torch.randn(30, 12), torch.randn(30, 12), torch.rand(num_rows)
@@ -113,8 +114,8 @@ def test_few_rows_are_multiplied_with_the_matrix_on_the_left(
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("num_tokens", [1, 5, 16])
 def test_a_decoding_layer_equals_the_reference(monkeypatch, num_tokens: int, threads: int) -> None:
-    turned, multiply_few = [], stream._multiply_few
-    monkeypatch.setattr(stream, "_multiply_few", lambda *args: turned.append(1) or multiply_few(*args))
+    turned, skinny_products = [], stream._skinny_products
+    monkeypatch.setattr(stream, "_skinny_products", lambda *args: turned.append(1) or skinny_products(*args))
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -150,15 +151,15 @@ def test_many_experts_take_rows_weights_and_gradients_however_they_lie(monkeypat
 
     laid_out = [layout(tensor) for tensor in dense]
     assert not any(tensor.is_contiguous() for tensor in laid_out)
-    monkeypatch.setattr(few, "LARGE", 1 << 16)
+    monkeypatch.setattr(skinny_matmul, "LARGE", 1 << 16)
     expected = results(dense)
-    monkeypatch.setattr(few, "LARGE", large)
+    monkeypatch.setattr(skinny_matmul, "LARGE", large)
     for found, wanted in zip(results(laid_out), expected, strict=True):
         torch.testing.assert_close(found, wanted)
 
 
 def test_a_single_row_is_multiplied_with_its_neighbour(monkeypatch) -> None:
-    monkeypatch.setattr(few, "LARGE", 1)
+    monkeypatch.setattr(skinny_matmul, "LARGE", 1)
     widths, mm = [], torch.mm
     monkeypatch.setattr(stream.torch, "mm", lambda a, b, **kw: widths.append(b.shape[1]) or mm(a, b, **kw))
     w1, w3, w2 = torch.randn(4, 20, 12), torch.randn(4, 20, 12), torch.randn(4, 12, 20)
@@ -252,28 +253,28 @@ def test_a_weight_gradient_takes_the_memory_of_the_step_before() -> None:
 
 def test_memory_in_use_is_never_handed_out_again() -> None:
     like = torch.empty(0)
-    kept = [memory.empty((512, 1024), like).fill_(number) for number in range(3)]
-    view = memory.empty((512, 1024), like).fill_(7.0)[100:200]
+    kept = [buffers.empty((512, 1024), like).fill_(number) for number in range(3)]
+    view = buffers.empty((512, 1024), like).fill_(7.0)[100:200]
     gc.collect()
-    others = [memory.empty((512, 1024), like).fill_(-1.0) for _ in range(3)]
+    others = [buffers.empty((512, 1024), like).fill_(-1.0) for _ in range(3)]
     assert all((tensor == number).all() for number, tensor in enumerate(kept))
     assert (view == 7).all()
     assert len({t.untyped_storage().data_ptr() for t in (*kept, view, *others)}) == 7
 
 
 def test_memory_comes_back_in_any_dtype_and_aligned() -> None:
-    first = memory.empty((1 << 19,), torch.empty(0), torch.float64)
+    first = buffers.empty((1 << 19,), torch.empty(0), torch.float64)
     place = first.data_ptr()
     assert place % 64 == 0
     del first
-    again = memory.empty((1 << 21,), torch.empty(0), torch.bfloat16)
+    again = buffers.empty((1 << 21,), torch.empty(0), torch.bfloat16)
     assert (again.data_ptr(), again.dtype, again.shape) == (place, torch.bfloat16, (1 << 21,))
 
 
 def test_unused_memory_is_bounded_and_can_be_released(monkeypatch) -> None:
-    monkeypatch.setattr(memory, "_LIMIT", 5 << 20)
-    del (tensors := [memory.empty((2 << 20,), torch.empty(0), torch.uint8) for _ in range(4)])[:]
+    monkeypatch.setattr(buffers, "_LIMIT", 5 << 20)
+    del (tensors := [buffers.empty((2 << 20,), torch.empty(0), torch.uint8) for _ in range(4)])[:]
     del tensors
-    assert 0 < memory.unused_bytes() <= 5 << 20
-    memory.release()
-    assert memory.unused_bytes() == 0
+    assert 0 < buffers.unused_bytes() <= 5 << 20
+    buffers.release()
+    assert buffers.unused_bytes() == 0

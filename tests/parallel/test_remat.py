@@ -232,10 +232,10 @@ def test_weights_packed_by_an_evaluation_in_between_do_not_disturb_a_compiled_st
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         model(make_tokens())
     telemetry.enable(False)
-    assert telemetry.counters()["experts.packed"] == 2
+    assert telemetry.counters()["experts.fused_weights"] == 2
     for name, value in step(model).items():
         torch.testing.assert_close(value, expected[name], rtol=1e-6, atol=1e-6, msg=name)
-    assert model.layers["1"].moe.experts.packed._key is None
+    assert model.layers["1"].moe.experts.fused_weights._key is None
 
 
 class AskingBlock(nn.Module):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from spurline.train.checkpoint import Checkpoints
+from spurline.train.checkpoint.manager import Checkpoints
 
 
 @pytest.fixture

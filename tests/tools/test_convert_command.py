@@ -74,7 +74,7 @@ def test_a_model_comes_is_trained_and_goes(spurline, theirs, tmp_path):
 def test_training_starts_from_the_imported_weights(spurline, theirs, tmp_path):
     from spurline import config_io
     from spurline.config import Data
-    from spurline.train.checkpoint import Checkpoints
+    from spurline.train.checkpoint.manager import Checkpoints
     from spurline.train.trainer import make_trainer, resume
 
     assert spurline("convert", "from-hf", str(theirs), "run", "--dtype", "float32").code == 0

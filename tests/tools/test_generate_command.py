@@ -24,7 +24,7 @@ from spurline.moe.config import MoEConfig
 from spurline.parallel.world import joined_world
 from spurline.testing import RankPool
 from spurline.tools.generate import load_model
-from spurline.train.checkpoint import Checkpoints
+from spurline.train.checkpoint.manager import Checkpoints
 from spurline.train.trainer import make_trainer
 
 CONFIG = RunConfig(

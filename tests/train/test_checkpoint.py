@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from spurline.train.checkpoint import Checkpoints
+from spurline.train.checkpoint.manager import Checkpoints
 
 
 class Model(nn.Module):
@@ -207,7 +207,7 @@ def test_nothing_is_pruned_when_the_save_fails(tmp_path, monkeypatch):
     def disk_full(*_, **__):
         raise OSError("disk full")
 
-    monkeypatch.setattr("spurline.train.checkpoint_writer.ChecksummedStream.write", disk_full)
+    monkeypatch.setattr("spurline.train.checkpoint.writer.ChecksummedStream.write", disk_full)
     model = Model()
     with pytest.raises(ValueError, match="disk full"):
         checkpoints.save(2, model, adamw(model), {})

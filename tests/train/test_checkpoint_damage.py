@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from spurline.train.checkpoint import Checkpoints
-from spurline.train.checkpoint_folder import CheckpointFolder
-from spurline.train.checkpoint_writer import ChecksummedStream
+from spurline.train.checkpoint.folder import CheckpointFolder
+from spurline.train.checkpoint.manager import Checkpoints
+from spurline.train.checkpoint.writer import ChecksummedStream
 
 
 def make(value):
@@ -133,7 +133,7 @@ def test_a_full_disk_is_told_and_the_older_ones_stay(tmp_path, checkpoints, monk
         def full(*_):
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        monkeypatch.setattr("spurline.train.checkpoint_folder.write_record", full)
+        monkeypatch.setattr("spurline.train.checkpoint.folder.write_record", full)
     checkpoints = Checkpoints(tmp_path, 1, 1, in_background=in_background)
     with pytest.raises(ValueError, match=r"^can't write the checkpoint of step 3: No space left on device\. The older"):
         save_and_wait(checkpoints, 3)

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint
 
-from spurline.train import checkpoint_writer
-from spurline.train.checkpoint import Checkpoints
+from spurline.train.checkpoint import writer as checkpoint_writer
+from spurline.train.checkpoint.manager import Checkpoints
 
 os.fsync = lambda descriptor: None  # what is slow, and makes a difference only when the power fails
 base, saved_step = Path(sys.argv[1]), int(sys.argv[2])

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from spurline.train.metrics import MetricsWriter, Throughput, peak_memory_bytes
+from spurline.device import process_peak_memory_bytes
+from spurline.train.metrics.writers import MetricsWriter, Throughput
 
 
 def read_lines(folder):
@@ -92,7 +93,7 @@ def test_a_line_without_a_step_is_a_mistake(tmp_path):
 def test_peak_memory_is_in_bytes_and_keeps_the_peak_of_this_process_only():
     held_by_the_parent = np.ones(400_000_000, dtype=np.uint8)
     code = (
-        "from spurline.train.metrics import peak_memory_bytes as peak\n"
+        "from spurline.device import process_peak_memory_bytes as peak\n"
         "before = peak(); block = bytearray(b'x' * 100_000_000); del block; print(before, peak())"
     )
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
@@ -106,9 +107,9 @@ def test_peak_memory_without_proc_comes_from_getrusage(monkeypatch):
     monkeypatch.setattr("pathlib.Path.read_text", lambda _: "no such line")
     monkeypatch.setattr(resource, "getrusage", lambda _: SimpleNamespace(ru_maxrss=7))
     monkeypatch.setattr(sys, "platform", "linux")
-    assert peak_memory_bytes() == 7 * 1024
+    assert process_peak_memory_bytes() == 7 * 1024
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert peak_memory_bytes() == 7
+    assert process_peak_memory_bytes() == 7
 
 
 def test_peak_memory_is_unknown_without_proc_and_the_resource_module(monkeypatch):
@@ -117,7 +118,7 @@ def test_peak_memory_is_unknown_without_proc_and_the_resource_module(monkeypatch
 
     monkeypatch.setattr("pathlib.Path.read_text", missing)
     monkeypatch.setitem(sys.modules, "resource", None)
-    assert peak_memory_bytes() is None
+    assert process_peak_memory_bytes() is None
 
 
 class Clock:

@@ -7,8 +7,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from spurline.config import Metrics
-from spurline.train.metrics import open_writers
-from spurline.train.tensorboard import TensorBoardWriter, scalars
+from spurline.train.metrics.tensorboard import TensorBoardWriter, scalars
+from spurline.train.metrics.writers import open_writers
 
 RECORD = {
     "step": 3,
@@ -51,7 +51,7 @@ def stand_in_tensorboard(monkeypatch):
     module.SummaryWriter = SummaryWriter
     SummaryWriter.made = []
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
-    monkeypatch.setattr("spurline.train.tensorboard.is_installed", lambda: True)
+    monkeypatch.setattr("spurline.train.metrics.tensorboard.is_installed", lambda: True)
     return SummaryWriter.made
 
 
@@ -76,7 +76,7 @@ def test_tensorboard_forgets_the_steps_that_are_written_again(
 
 def test_tensorboard_can_be_switched_off_or_be_missing(tmp_path, stand_in_tensorboard, monkeypatch):
     open_writers(tmp_path, Metrics(tensorboard=False), {})
-    monkeypatch.setattr("spurline.train.tensorboard.is_installed", lambda: False)
+    monkeypatch.setattr("spurline.train.metrics.tensorboard.is_installed", lambda: False)
     open_writers(tmp_path, Metrics(), {})
     assert stand_in_tensorboard == []
 

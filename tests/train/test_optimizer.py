@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from spurline.config import LRScheduler, Optimizer
-from spurline.train.optimizer import build_optimizer, clip_gradients, learning_rate, set_learning_rate
+from spurline.train.optimizer.build import build_optimizer, clip_gradients, learning_rate, set_learning_rate
 
 
 class Model(nn.Module):

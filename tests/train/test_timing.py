@@ -11,7 +11,7 @@ from torch import nn
 
 from spurline.moe import MoE, MoEConfig
 from spurline.parallel.remat import apply_remat
-from spurline.train.timing import StepTimer, watch_layers
+from spurline.train.metrics.timing import StepTimer, watch_layers
 
 
 class Clock:

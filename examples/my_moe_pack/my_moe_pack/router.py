@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spurline.comm.local import local
 from spurline.moe import Router
-from spurline.parallel.local import local
 
 
 class CosineRouter(Router):

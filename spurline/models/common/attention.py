@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spurline.comm.local import local
 from spurline.models.common.cache import LayerCache, attend_to_past
 from spurline.models.common.decoder_config import YarnConfig
 from spurline.models.common.init import INIT_STD
 from spurline.models.common.linear import Linear
 from spurline.models.common.norm import RMSNorm
 from spurline.models.common.rope import Rope, apply_rope
-from spurline.parallel.local import local
 
 
 class LatentAttention(nn.Module):

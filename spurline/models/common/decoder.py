@@ -46,12 +46,16 @@ class DecoderBlock(nn.Module):
         mask_B1LL: Tensor | None = None,
     ) -> Tensor:
         """`length` is that of the whole sequences, where x is this rank's share; rope and mask are for all of it."""
-        attended_BLD = self.attention(self.tp.gather(self.attention_norm(x_BlD), length), rope, cache, mask_B1LL)
-        x_BlD = x_BlD + self.tp.scatter(attended_BLD)
+        attended_BLD = self.attention(
+            self.tp.all_gather_sequence(self.attention_norm(x_BlD), length), rope, cache, mask_B1LL
+        )
+        x_BlD = x_BlD + self.tp.reduce_scatter_sequence(attended_BLD)
         if self.moe is not None:
             return x_BlD + self.moe(self.ffn_norm(x_BlD))
         assert self.feed_forward is not None
-        return x_BlD + self.tp.scatter(self.feed_forward(self.tp.gather(self.ffn_norm(x_BlD), length)))
+        return x_BlD + self.tp.reduce_scatter_sequence(
+            self.feed_forward(self.tp.all_gather_sequence(self.ffn_norm(x_BlD), length))
+        )
 
 
 class Decoder(nn.Module):
@@ -89,13 +93,14 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """With labels, what loss_sum(logits, labels) makes of them, without ever holding the logits of all positions.
 
-        With a cache, tokens go on where those of the last call ended, and only the last one is scored: (B, 1, V).
+        With a cache, tokens go on where those of the last call ended, and only the last one's logits are returned:
+        (B, 1, V).
         Extras are what a family's `hidden` takes besides.
         """
         x_BLD = self.hidden(tokens_BL, cache, **extras)
         if labels_BL is not None and loss_sum is not None:
             return self.loss(x_BLD, tokens_BL, labels_BL, loss_sum, **extras)
-        return self.score(x_BLD if cache is None else x_BLD[:, -1:])
+        return self.logits(x_BLD if cache is None else x_BLD[:, -1:])
 
     def hidden(self, tokens_BL: Tensor, cache: Cache | None = None, documents_BL: Tensor | None = None) -> Tensor:
         """What the output head sees: (B, L) -> (B, L, D). With documents, each position sees its own alone."""
@@ -103,7 +108,7 @@ class Decoder(nn.Module):
         positions_L = torch.arange(length, device=device) if cache is None else cache.advance(length, device)
         mask_B1LL = None if documents_BL is None else mask_of_documents(documents_BL)
         x_BlD = self.run_blocks(self.embed(tokens_BL), self.rope(positions_L), length, cache, mask_B1LL)
-        return self.tp.gather(self.norm(x_BlD), length)
+        return self.tp.all_gather_sequence(self.norm(x_BlD), length)
 
     def embed(self, tokens_BL: Tensor) -> Tensor:
         """(B, L) -> (B, l, D), in the dtype of the whole model: every module follows that of its input."""
@@ -126,9 +131,9 @@ class Decoder(nn.Module):
             x_BlD = block(x_BlD, rope, length, None if cache is None else cache.layers[layer], mask_B1LL)
         return x_BlD
 
-    def score(self, x_BLD: Tensor) -> Tensor:
+    def logits(self, x_BLD: Tensor) -> Tensor:
         """The output head: (B, L, D) -> logits (B, L, V)."""
-        return self.embedding.score(x_BLD) if self.output is None else self.output(x_BLD)
+        return self.embedding.logits(x_BLD) if self.output is None else self.output(x_BLD)
 
     def loss(self, x_BLD: Tensor, tokens_BL: Tensor, labels_BL: Tensor, loss_sum: LossSum, **extras: Any) -> Tensor:
         """The summed loss of what `hidden` returned; a family may have more to add."""
@@ -138,7 +143,7 @@ class Decoder(nn.Module):
         """Logits of one chunk of positions at a time: made, summed up and dropped; and made again for backward."""
 
         def loss_of(x_1cD: Tensor, labels_1c: Tensor) -> Tensor:
-            return loss_sum(self.score(x_1cD), labels_1c)
+            return loss_sum(self.logits(x_1cD), labels_1c)
 
         chunk = max(1, MOST_LOGITS // self.config.vocab_size)
         if x_TD.shape[0] <= chunk:

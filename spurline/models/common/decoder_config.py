@@ -9,8 +9,8 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from spurline.config import ParallelFacts
 from spurline.moe.config import MoEConfig
-from spurline.parallel.degrees import ParallelFacts
 
 
 def not_positive(section: Any, *names: str) -> list[str]:

@@ -74,6 +74,10 @@ class Architecture:
         """How the tensors of our model, by name, are stored; where `present` has fused experts, they are the source."""
         return [_slot(name, shape, self.names, present) for name, shape in shapes.items()]
 
+    def copies(self, shapes: Mapping[str, Shape]) -> dict[str, str]:
+        """Their tensors that repeat another one: the name of each copy, and of the original that our model has."""
+        return {}
+
 
 DECODER_NAMES: dict[str, str | None] = {
     "embedding.weight": "model.embed_tokens.weight",

@@ -5,9 +5,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from spurline.comm.local import local
 from spurline.models.common.init import INIT_STD, fill_truncated_normal
-from spurline.moe.ops.few import linear
-from spurline.parallel.local import local
+from spurline.ops.skinny_matmul import linear
 from spurline.parallel.tensor import TensorParallel
 
 
@@ -39,9 +39,9 @@ class Embedding(nn.Embedding):
         self.tp = TensorParallel()
 
     def forward(self, tokens_BL: Tensor) -> Tensor:
-        return self.tp.scatter(self.tp.look_up(tokens_BL, local(self.weight)))
+        return self.tp.reduce_scatter_sequence(self.tp.embed(tokens_BL, local(self.weight)))
 
-    def score(self, x_BLD: Tensor) -> Tensor:
+    def logits(self, x_BLD: Tensor) -> Tensor:
         """The product with every row, for a model whose output head is its embedding: (B, L, dim) -> (B, L, rows)."""
         return linear(x_BLD, local(self.weight).to(x_BLD.dtype))
 

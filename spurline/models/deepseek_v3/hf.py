@@ -64,21 +64,17 @@ class _V3Architecture(Architecture):
         def numbered_on(name: str) -> str:
             return re.sub(r"^mtp\.(\d+)\.(block\.)?", lambda match: f"layers.{num_layers + int(match[1])}.", name)
 
-        if isinstance(present, Mapping):
-            for number in {name.split(".")[1] for name in shapes if name.startswith("mtp.")}:
-                _refuse_other_copies(f"model.layers.{num_layers + int(number)}.", present)
         found = super().slots({numbered_on(name): shape for name, shape in shapes.items()}, present)
         return [replace(slot, name=name) for slot, name in zip(found, shapes, strict=True)]
 
-
-def _refuse_other_copies(prefix: str, stored: Mapping[str, Any]) -> None:
-    from spurline.hf.safetensors_file import read_whole  # here, as it needs torch
-
-    for copy, original in _COPIES.items():
-        if prefix + copy in stored and original in stored:
-            ours, theirs = read_whole(stored[original]), read_whole(stored[prefix + copy])
-            if ours.dtype != theirs.dtype or not ours.equal(theirs):
-                raise ValueError(f"tensor {prefix}{copy} differs from {original}, and a model has only one of them")
+    def copies(self, shapes: Mapping[str, Shape]) -> dict[str, str]:
+        num_layers = len({name.split(".")[1] for name in shapes if name.startswith("layers.")})
+        modules = {int(name.split(".")[1]) for name in shapes if name.startswith("mtp.")}
+        return {
+            f"model.layers.{num_layers + number}.{copy}": original
+            for number in modules
+            for copy, original in _COPIES.items()
+        }
 
 
 def _read_shared(theirs: TheirConfig, **routing: Any) -> DeepSeekV3Config:

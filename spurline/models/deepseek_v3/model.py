@@ -5,13 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spurline.comm.sequence import SequenceShard
 from spurline.models.common.attention import LatentAttention
 from spurline.models.common.decoder import Decoder, LossSum
 from spurline.models.common.init import residual_std
 from spurline.models.common.mask import mask_of_documents
 from spurline.models.deepseek_v3.configs import DeepSeekV3Config
 from spurline.models.deepseek_v3.mtp import PredictionModule
-from spurline.parallel.sequence import SequenceShard
 
 
 class DeepSeekV3(Decoder):
@@ -77,7 +77,7 @@ class DeepSeekV3(Decoder):
             x_BlD = self._own_positions(x_BLD[:, :length])
             mask_B1LL = None if documents_BL is None else mask_of_documents(documents_BL[:, :length])
             x_BlD = module(x_BlD, self.embed(tokens_BL[:, k:]), rope, length, mask_B1LL)
-            x_BLD = self.tp.gather(x_BlD, length)
+            x_BLD = self.tp.all_gather_sequence(x_BlD, length)
             losses.append(self._loss_by_chunks(x_BLD.flatten(0, 1), labels_BL[:, k:].flatten(), loss_sum))
         return self.mtp_loss_weight * torch.stack(losses).mean()
 

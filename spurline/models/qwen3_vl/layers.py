@@ -4,9 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spurline.comm.local import local
 from spurline.models.common.init import INIT_STD, fill_truncated_normal
 from spurline.models.common.linear import Linear
-from spurline.parallel.local import local
 
 
 class BiasedLinear(Linear):

@@ -10,6 +10,7 @@ from itertools import zip_longest
 import torch
 from torch import Tensor, nn
 
+from spurline.comm.sequence import SequenceShard
 from spurline.data.batch import Images, Spot
 from spurline.models.common.cache import Cache
 from spurline.models.common.rope import Rope
@@ -17,7 +18,6 @@ from spurline.models.qwen3.model import Qwen3
 from spurline.models.qwen3_vl.configs import Qwen3VLConfig
 from spurline.models.qwen3_vl.geometry import feature_of_position, sequence_positions
 from spurline.models.qwen3_vl.vision import VisionEncoder
-from spurline.parallel.sequence import SequenceShard
 
 
 class Qwen3VL(Qwen3):
@@ -61,7 +61,7 @@ class Qwen3VL(Qwen3):
             if more_MD is not None:
                 x_XD = x_BlD.flatten(0, 1).index_add(0, position_M, more_MD.index_select(0, feature_M))
                 x_BlD = x_XD.view_as(x_BlD)
-        return self.tp.gather(self.norm(x_BlD), L)
+        return self.tp.all_gather_sequence(self.norm(x_BlD), L)
 
     def _encode(self, images: Images) -> tuple[Tensor, list[Tensor]]:
         patches_NC, spots = images.patches_NC, images.spots

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from spurline.comm.collectives import all_gather_counts
 from spurline.moe.config import MoEConfig
 from spurline.moe.dispatch.exchange import EqualSplitExchange, UnevenExchange
 from spurline.moe.dispatch.permute import SegmentPermutation, UniformPermutation
@@ -19,7 +20,6 @@ from spurline.moe.dispatch.rows import gather_weights
 from spurline.moe.dispatch.traffic import Traffic, forced_counts, forced_order, forced_traffic, read_on_host
 from spurline.moe.router import Routing
 from spurline.moe.telemetry import count
-from spurline.parallel.collectives import all_gather_counts
 
 
 class AllToAllDispatcher:

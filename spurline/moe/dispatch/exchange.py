@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from spurline.comm.collectives import exchange_rows
 from spurline.moe.dispatch.permute import index_of_segments
-from spurline.moe.ops.rows import gather_rows, scatter_add_rows
 from spurline.moe.telemetry import count
-from spurline.parallel.collectives import exchange_rows
+from spurline.ops.rows import gather_rows, scatter_add_rows
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spurline.moe.ops.rows import permute_rows
 from spurline.moe.telemetry import count
+from spurline.ops.rows import permute_rows
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from spurline.moe.dispatch.rows import sum_rows
-from spurline.moe.ops.rows import gather_rows
-from spurline.moe.parts import register_dispatcher as register_dispatcher
+from spurline.moe.registry import register_dispatcher as register_dispatcher
 from spurline.moe.router import Routing
 from spurline.moe.telemetry import count
+from spurline.ops.rows import gather_rows
 
 
 class Step(Protocol):

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from spurline.moe.ops.rows import scatter_add_rows, scatter_add_rows_
 from spurline.moe.router import Routing
 from spurline.moe.telemetry import count
+from spurline.ops.rows import scatter_add_rows, scatter_add_rows_
 
 
 def gather_weights(weight_TK: Tensor, slot_R: Tensor) -> Tensor:

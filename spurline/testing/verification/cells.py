@@ -139,7 +139,7 @@ def run_config(cell: Cell, model: Any) -> RunConfig[Any]:
         parallelism=Parallelism(cell.replicate, -1, cell.tp, cell.ep, cell.etp),
         compile=Compile(enable=cell.compile != "off", backend=cell.compile),
         activation_checkpoint=ActivationCheckpoint(mode=cell.remat),  # type: ignore[arg-type]
-        debug=Debug(fsdp_two_calls=cell.fsdp_calls == 2),
+        debug=Debug(separate_expert_units=cell.fsdp_calls == 2),
     )
 
 

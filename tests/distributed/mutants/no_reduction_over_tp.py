@@ -3,6 +3,6 @@
 import multiprocessing
 
 if multiprocessing.parent_process() is not None:  # on ranks only
-    import spurline.parallel.local
+    import spurline.comm.local
 
-    spurline.parallel.local.copy_to_group = lambda x, group: x
+    spurline.comm.local.copy_to_group = lambda x, group: x

@@ -1,0 +1,1 @@
+"""How grouped products are computed: one file a kernel, and `choose.py`, which decides."""

@@ -1,1 +1,0 @@
-"""Registered ops: each has a fake implementation and a gradient, so that compile and export keep working."""

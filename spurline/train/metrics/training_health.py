@@ -1,0 +1,132 @@
+"""Warnings a person can act on, from the lines of metrics as they are written. Free of torch.
+
+Each is said once for as long as its cause lasts, and again if it comes back.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+DEAD_STEPS = 100
+"""An expert is dead when it got no row in any line of this many steps."""
+PATIENCE = 20
+"""Lines over which routing or data must look bad: a moment of it is normal, above all at the start."""
+LOW_ENTROPY = 0.5
+NEAR_LARGEST_LOAD = 0.9
+DATA_BOUND = 0.2
+CLIPPED_LINES = 100
+SPIKE_WINDOW = 50
+
+
+class TrainingHealth:
+    """Looks at each line of metrics: `check(record)` returns the warnings that are new, a sentence each."""
+
+    def __init__(self, max_grad_norm: float = 0.0, top_k: int = 1) -> None:
+        """top_k: the experts of a token, which bounds how much one expert can get."""
+        self._max_grad_norm = max_grad_norm
+        self._top_k = top_k
+        self._said: set[str] = set()
+        self._idle_since: dict[tuple[str, int], int] = {}
+        self._uneven: dict[str, int] = {}
+        self._waits: deque[tuple[float, float]] = deque(maxlen=PATIENCE)
+        self._losses: deque[float] = deque(maxlen=SPIKE_WINDOW)
+        self._clipped = 0
+
+    def check(self, record: Mapping[str, Any]) -> list[str]:
+        return [
+            *self._dead_experts(record),
+            *self._collapsing_routers(record),
+            *self._data_bound(record),
+            *self._loss_spike(record),
+            *self._always_clipped(record),
+        ]
+
+    def _once(self, cause: str, holds: bool, message: str) -> list[str]:
+        """The message if `cause` holds and has not been told since it began."""
+        if not holds:
+            self._said.discard(cause)
+            return []
+        if cause in self._said:
+            return []
+        self._said.add(cause)
+        return [message]
+
+    def _dead_experts(self, record: Mapping[str, Any]) -> list[str]:
+        step, warnings = record["step"], []
+        for layer, rows in (record.get("expert_load") or {}).items():
+            dead = []
+            for expert, count in enumerate(rows):
+                if count:
+                    self._idle_since.pop((layer, expert), None)
+                idle_since = step if count else self._idle_since.setdefault((layer, expert), step)
+                if self._once(f"dead {layer} {expert}", step - idle_since >= DEAD_STEPS, "dead"):
+                    dead.append(str(expert))
+            if dead:
+                who = f"expert {dead[0]} has" if len(dead) == 1 else f"experts {', '.join(dead)} have"
+                warnings.append(
+                    f"{layer}: {who} had no token for {DEAD_STEPS} steps. Raise --model.moe.bias_update_rate or"
+                    " --model.moe.aux_loss_weight"
+                )
+        return warnings
+
+    def _collapsing_routers(self, record: Mapping[str, Any]) -> list[str]:
+        warnings = []
+        for layer, routing in (record.get("routing") or {}).items():
+            num_experts = len(record["expert_load"][layer])
+            largest = num_experts / self._top_k
+            near_largest = largest > 1 and routing["load"] >= NEAR_LARGEST_LOAD * largest
+            uneven = num_experts > 1 and (routing["entropy"] < LOW_ENTROPY or near_largest)
+            self._uneven[layer] = self._uneven.get(layer, 0) + 1 if uneven else 0
+            warnings += self._once(
+                f"collapse {layer}",
+                self._uneven[layer] >= PATIENCE,
+                f"{layer}: the router is collapsing: its busiest expert has {routing['load']:.1f} times the mean,"
+                f" the entropy is {routing['entropy']:.2f} of 1. Raise --model.moe.aux_loss_weight, or lower"
+                " --optimizer.lr",
+            )
+        return warnings
+
+    def _data_bound(self, record: Mapping[str, Any]) -> list[str]:
+        if not record.get("step_time"):
+            return []
+        self._waits.append((record["data_wait"], record["step_time"]))
+        waited, worked = map(sum, zip(*self._waits, strict=True))
+        share = waited / worked
+        return self._once(
+            "data",
+            len(self._waits) == PATIENCE and share > DATA_BOUND,
+            f"steps wait for data {share:.0%} of their time. Prepare the data once (spurline data prepare), or have it"
+            " on a faster disk",
+        )
+
+    def _loss_spike(self, record: Mapping[str, Any]) -> list[str]:
+        loss = record.get("loss")
+        if loss is None:
+            return []
+        is_spike, usual = False, loss
+        if len(self._losses) >= PATIENCE:
+            usual, spread = statistics.fmean(self._losses), statistics.pstdev(self._losses)
+            is_spike = loss > usual + 6 * spread and loss > 1.1 * usual
+        if not is_spike:  # what is usual is not learned from spikes
+            self._losses.append(loss)
+        return self._once(
+            "spike",
+            is_spike,
+            f"step {record['step']}: the loss jumped to {loss:.3g} from about {usual:.3g}. If it stays there, lower"
+            " --optimizer.lr or --training.max_grad_norm, or look at the data of this step",
+        )
+
+    def _always_clipped(self, record: Mapping[str, Any]) -> list[str]:
+        norm, limit = record.get("grad_norm"), self._max_grad_norm
+        if norm is None or not limit:
+            return []
+        self._clipped = self._clipped + 1 if norm > limit else 0
+        return self._once(
+            "clipped",
+            self._clipped >= CLIPPED_LINES,
+            f"the gradient was clipped {CLIPPED_LINES} times in a row (norm {norm:.3g}, --training.max_grad_norm"
+            f" {limit:g}): every step is as long as the limit. Raise it, or lower --optimizer.lr",
+        )

@@ -1,0 +1,51 @@
+"""Metrics to Weights & Biases, or for it into `<run>/wandb/` where there is no network."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from spurline.train.metrics.tensorboard import scalars
+
+
+class WandbWriter:
+    """Takes the same records as MetricsWriter. A resumed run goes on under its old id.
+
+    What W&B has seen of steps after the checkpoint stays as it is: it takes each step once.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        mode: str,
+        project: str,
+        config: Mapping[str, Any],
+        resume_from_step: int | None = None,
+    ) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise ValueError("metrics.wandb: the package is missing: pip install 'spurline[wandb]'") from None
+        folder = Path(folder)
+        id_file = folder / "wandb_id"
+        known_id = id_file.read_text().strip() if resume_from_step is not None and id_file.exists() else None
+        self._run = wandb.init(
+            project=project,
+            name=folder.name,
+            dir=str(folder),
+            config=dict(config),
+            mode=mode,
+            id=known_id,
+            resume="allow" if known_id else None,
+        )
+        id_file.write_text(f"{self._run.id}\n")
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        self._run.log(dict(scalars(record)), step=record["step"])
+        for warning in record.get("warnings", ()):
+            self._run.alert(title="Spurline", text=warning)
+
+    def close(self) -> None:
+        self._run.finish()

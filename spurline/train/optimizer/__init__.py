@@ -1,0 +1,1 @@
+"""The optimizer: parameter groups, learning-rate schedule, gradient clipping."""

@@ -1,0 +1,123 @@
+import pytest
+import torch
+
+from spurline import MoE, MoEConfig
+from spurline.moe import telemetry
+from spurline.moe.dispatch.rows import sum_rows
+from spurline.ops import rows as ops
+
+TOKEN_R = torch.tensor([2, 0, 2, 4, 0, 2])
+
+
+def test_rows_are_added_in_their_order() -> None:
+    rows = torch.randn(500, 3)
+    token = torch.randint(0, 7, (500,))
+    expected = torch.zeros(7, 3)
+    for t, row in zip(token.tolist(), rows, strict=True):
+        expected[t] += row
+    assert torch.equal(ops.scatter_add_rows(rows, token, 7), expected)
+    base = torch.randn(7, 3)
+    in_place = base.clone()
+    ops.scatter_add_rows_(in_place, token, rows)
+    assert torch.equal(ops.scatter_add_rows(rows, token, 7, base), in_place)
+
+
+def test_the_base_stays_as_it_was_out_of_place() -> None:
+    base = torch.randn(5, 2)
+    before = base.clone()
+    ops.scatter_add_rows(torch.randn(6, 2), TOKEN_R, 5, base)
+    assert torch.equal(base, before)
+
+
+def test_gradients_and_their_gradients() -> None:
+    rows = torch.randn(6, 2, dtype=torch.float64, requires_grad=True)
+    base = torch.randn(5, 2, dtype=torch.float64, requires_grad=True)
+    for check in (torch.autograd.gradcheck, torch.autograd.gradgradcheck):
+        assert check(lambda r, b: ops.scatter_add_rows(r, TOKEN_R, 5, b), (rows, base))
+        assert check(lambda r: ops.scatter_add_rows(r, TOKEN_R, 5), (rows,))
+        assert check(lambda b: ops.gather_rows(b, TOKEN_R), (base,))
+
+
+def test_ops_are_registered_properly() -> None:
+    rows, base = torch.randn(6, 2, requires_grad=True), torch.randn(5, 2, requires_grad=True)
+    torch.library.opcheck(ops.gather_rows, (base, TOKEN_R))
+    torch.library.opcheck(ops.scatter_add_rows, (rows, TOKEN_R, 5, base))
+    torch.library.opcheck(ops.scatter_add_rows, (rows, TOKEN_R, 5))
+    torch.library.opcheck(ops.scatter_add_rows_, (base.detach(), TOKEN_R, rows.detach()))
+
+
+@pytest.mark.parametrize("mode", [0, 1, 2])
+@pytest.mark.parametrize("fails", [False, True])
+def test_determinism_flags_are_left_as_found(mode: int, fails: bool) -> None:
+    torch.set_deterministic_debug_mode(mode)
+    try:
+        with pytest.raises(RuntimeError) if fails else torch.no_grad(), ops._deterministic(True):
+            assert torch.are_deterministic_algorithms_enabled()
+            assert not torch.is_deterministic_algorithms_warn_only_enabled()
+            if fails:
+                raise RuntimeError("inside")
+        assert torch.get_deterministic_debug_mode() == mode
+        token = torch.tensor([0, 99]) if fails else torch.tensor([0, 1])
+        with pytest.raises((RuntimeError, IndexError)) if fails else torch.no_grad():
+            ops.scatter_add_rows(torch.randn(2, 3), token, 4)
+        with pytest.raises((RuntimeError, IndexError)) if fails else torch.no_grad():
+            ops.scatter_add_rows_(torch.zeros(4, 3), token, torch.randn(2, 3))
+        assert torch.get_deterministic_debug_mode() == mode
+    finally:
+        torch.set_deterministic_debug_mode(0)
+
+
+class Unchanged(torch.nn.Module):
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        return x_TD
+
+
+class Constant(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = torch.nn.Parameter(torch.randn(5, 6))
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        return self.value[: len(x_TD)]
+
+
+def layer_with(shared: torch.nn.Module) -> MoE:
+    moe = MoE(MoEConfig(dim=6, hidden_dim=8, num_experts=4, top_k=2, num_shared_experts=1), init_std=0.5).eval()
+    moe.shared_experts = shared
+    return moe
+
+
+def test_shared_experts_that_return_their_input_leave_it_intact() -> None:
+    moe = layer_with(Unchanged())
+    x = torch.randn(5, 6)
+    before, expected = x.clone(), moe(x.clone()).detach()
+    with torch.no_grad():
+        y = moe(x)
+    assert torch.equal(x, before)
+    torch.testing.assert_close(y, expected)
+
+
+def test_shared_experts_that_return_a_weight_leave_it_intact() -> None:
+    moe = layer_with(Constant())
+    before = moe.shared_experts.value.detach().clone()
+    with torch.no_grad():
+        moe(torch.randn(5, 6))
+    assert torch.equal(moe.shared_experts.value, before)
+
+
+@pytest.mark.parametrize(
+    ("grad", "alias", "path"),
+    [
+        (True, False, "scatter.out_of_place"),
+        (False, False, "scatter.in_place"),
+        (False, True, "scatter.out_of_place"),
+    ],
+)
+def test_in_place_only_where_nothing_is_hurt(grad: bool, alias: bool, path: str) -> None:
+    telemetry.reset()
+    telemetry.enable()
+    base = torch.randn(5, 2)
+    with torch.set_grad_enabled(grad):
+        sum_rows(torch.randn(6, 2), TOKEN_R, 5, base, keep=[base[1:]] if alias else [])
+    telemetry.enable(False)
+    assert telemetry.counters() == {path: 1}
