@@ -93,7 +93,7 @@ def test_few_rows_are_multiplied_with_the_matrix_on_the_left(
     for name in ("MOST_ROWS", "MOST_ROWS_ON_ONE_THREAD"):
         monkeypatch.setattr(skinny_matmul, name, num_few)
     num_rows = sum(counts)
-    w1, w3, w2 = torch.randn(len(counts), 20, 12), torch.randn(len(counts), 20, 12), torch.randn(len(counts), 12, 20)
+    w1, w3, w2 = (0.3 * torch.randn(len(counts), *shape) for shape in ((20, 12), (20, 12), (12, 20)))
     x, base, weight = torch.randn(30, 12), torch.randn(30, 12), torch.rand(num_rows)
     token = torch.randint(30, (num_rows,))
     experts = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
