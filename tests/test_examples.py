@@ -34,7 +34,7 @@ CONFIG = {"dim": 8, "hidden_dim": 12, "num_experts": 8, "top_k": 2}
 def _registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.syspath_prepend(str(PACK))
     with ExitStack() as stack:
-        for known in (models._FAMILIES, registry.ROUTERS, registry.EXPERTS_BACKENDS, registry.DISPATCHERS):
+        for known in (models._FAMILIES, registry.ROUTERS, registry.KERNELS, registry.DISPATCHERS):
             stack.enter_context(mock.patch.dict(known))
         import_module("my_moe_pack")
         yield

@@ -41,7 +41,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         path.write_text(text)
 
     with ExitStack() as stack:
-        for known in (models._FAMILIES, registry.ROUTERS, registry.EXPERTS_BACKENDS, registry.DISPATCHERS):
+        for known in (models._FAMILIES, registry.ROUTERS, registry.KERNELS, registry.DISPATCHERS):
             stack.enter_context(mock.patch.dict(known))
         yield write_file
     for name in set(sys.modules) - before:

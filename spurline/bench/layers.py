@@ -69,7 +69,7 @@ def make_contest(case: Case, dtype: torch.dtype = torch.float32, peers: bool = T
     token_R = torch.argsort(routing.expert_TK.flatten(), stable=True) // case.top_k
     weights = [w.detach() for w in (ours.experts.w1_EFD, ours.experts.w3_EFD, ours.experts.w2_EDF)]
     counts = routing.count_E.tolist()
-    floor = Floor(x.detach()[0, token_R], *weights, counts, grad[0, token_R])  # type: ignore[arg-type, call-arg]
+    floor = Floor(x.detach()[0, token_R], *weights, counts, grad[0, token_R])  # type: ignore[call-arg]
     return Contest(floor, {name: Candidate(layer, x, grad) for name, layer in layers.items()})
 
 

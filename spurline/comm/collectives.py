@@ -10,13 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import Function
-from torch.distributed.distributed_c10d import _resolve_process_group
 
-from spurline.comm.conservation import check_rows, check_splits
 from spurline.comm.sequence import SequenceShard
-
-# Row counts, one for each rank: plain ints, or symbols while compiling.
-Splits = list[int]
 
 # The forms of torch.distributed's collectives that trace; each is done when it was waited for.
 _ops = torch.ops._c10d_functional
@@ -25,7 +20,7 @@ _wait = _ops.wait_tensor
 
 def all_gather_sequence(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     """Concatenate the tensors of all ranks along dim: (.., l, ..) -> (.., size * l, ..). Mirror: reduce-scatter."""
-    return x if _size(group) == 1 else _AllGather.apply(x, group, dim % x.dim())
+    return x if group_size(group) == 1 else _AllGather.apply(x, group, dim % x.dim())
 
 
 class _AllGather(Function):
@@ -41,7 +36,7 @@ class _AllGather(Function):
 
 def reduce_scatter_sequence(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     """Sum over ranks and keep this rank's part of dim: (.., size * l, ..) -> (.., l, ..). Mirror: all-gather."""
-    size = _size(group)
+    size = group_size(group)
     if x.size(dim) % size:
         raise ValueError(
             f"reduce_scatter_sequence: {size} ranks can't share the {x.size(dim)} positions of dim {dim} evenly;"
@@ -63,7 +58,7 @@ class _ReduceScatter(Function):
 
 def all_reduce_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sum over ranks, on every rank. Mirror: the identity, as every rank goes on with the same sum."""
-    return x if _size(group) == 1 else _AllReduceSum.apply(x, group)
+    return x if group_size(group) == 1 else _AllReduceSum.apply(x, group)
 
 
 class _AllReduceSum(Function):
@@ -79,12 +74,12 @@ class _AllReduceSum(Function):
 @torch.no_grad()
 def all_reduce_max(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The largest over ranks, on every rank. Has no gradient."""
-    return x if _size(group) == 1 else _wait(_ops.all_reduce(x.contiguous(), "max", group.group_name))
+    return x if group_size(group) == 1 else _wait(_ops.all_reduce(x.contiguous(), "max", group.group_name))
 
 
 def copy_to_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The identity, for a tensor that all ranks have and each uses in its own way. Mirror: the sum over ranks."""
-    return x if _size(group) == 1 else _CopyToGroup.apply(x, group)
+    return x if group_size(group) == 1 else _CopyToGroup.apply(x, group)
 
 
 class _CopyToGroup(Function):
@@ -98,76 +93,9 @@ class _CopyToGroup(Function):
         return _all_reduce(grad, ctx.group), None
 
 
-def exchange_rows(
-    rows_RD: Tensor,
-    output_splits: Splits | None,
-    input_splits: Splits | None,
-    group: dist.ProcessGroup,
-    output_size: int | None = None,
-    label: str = "",
-) -> Tensor:
-    """Send input_splits[i] rows to rank i and receive output_splits[i] from it, in rank order: (R, ..) -> (R', ..).
-
-    None for both splits means equal parts. The mirror exchanges the gradients with the splits swapped. Whoever knows
-    the number of received rows passes it as output_size: traced, it is then one symbol, not a sum over a list of them.
-    With a label (the name of who exchanges), each exchange is checked for lost and changed rows.
-    """
-    size = _size(group)
-    if (output_splits is None) != (input_splits is None):
-        raise ValueError("exchange_rows: give both output_splits and input_splits, or neither for equal parts")
-    if output_splits is None and rows_RD.size(0) % size:
-        raise ValueError(
-            f"exchange_rows: {rows_RD.size(0)} rows can't go to {size} ranks in equal parts; give the splits"
-        )
-    if size == 1:
-        return rows_RD
-    if output_size is None:
-        output_size = rows_RD.size(0) if output_splits is None else sum(output_splits)
-    return _exchange(rows_RD, output_splits or [], input_splits or [], output_size, group.group_name, label)
-
-
-# A registered op: only so can its result have a size that was known before.
-@torch.library.custom_op("spurline::exchange_rows", mutates_args=())
-def _exchange(
-    rows_RD: Tensor, output_splits: Splits, input_splits: Splits, output_size: int, group_name: str, label: str
-) -> Tensor:
-    group = _resolve_process_group(group_name)  # type: ignore[arg-type]
-    rows_RD = rows_RD.contiguous()
-    received_RD = rows_RD.new_empty(output_size, *rows_RD.shape[1:])
-    part = rows_RD.size(0) // group.size()
-    send_P, receive_P = (splits or [part] * group.size() for splits in (input_splits, output_splits))
-    if label:
-        check_splits(send_P, receive_P, group, label)
-    dist.all_to_all_single(received_RD, rows_RD, output_splits or None, input_splits or None, group=group)
-    if label:
-        check_rows(rows_RD, received_RD, send_P, receive_P, group, label)
-    return received_RD
-
-
-@_exchange.register_fake
-def _(
-    rows_RD: Tensor, output_splits: Splits, input_splits: Splits, output_size: int, group_name: str, label: str
-) -> Tensor:
-    return rows_RD.new_empty(output_size, *rows_RD.shape[1:])
-
-
-def _save_exchange(ctx: Any, inputs: Any, output: Tensor) -> None:
-    rows_RD, *ctx.arguments = inputs
-    ctx.num_rows = rows_RD.size(0)
-
-
-def _exchange_backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
-    output_splits, input_splits, _, group_name, label = ctx.arguments
-    label = f"gradient of {label}" if label else ""
-    return _exchange(grad_RD, input_splits, output_splits, ctx.num_rows, group_name, label), *[None] * 5
-
-
-_exchange.register_autograd(_exchange_backward, setup_context=_save_exchange)
-
-
 def split_sequence(x: Tensor, shard: SequenceShard, group: dist.ProcessGroup, dim: int) -> Tensor:
     """This rank's real positions of a tensor that every rank has: (.., L, ..) -> (.., l, ..). Mirror: join_sequence."""
-    return x if _size(group) == 1 else _SplitSequence.apply(x, shard, group, dim % x.dim())
+    return x if group_size(group) == 1 else _SplitSequence.apply(x, shard, group, dim % x.dim())
 
 
 def join_sequence(x: Tensor, shard: SequenceShard, group: dist.ProcessGroup, dim: int) -> Tensor:
@@ -175,7 +103,7 @@ def join_sequence(x: Tensor, shard: SequenceShard, group: dist.ProcessGroup, dim
 
     Unlike after all_gather_sequence, all ranks go on with the same tensor to the same loss, so gradients aren't summed.
     """
-    return x if _size(group) == 1 else _JoinSequence.apply(x, shard, group, dim % x.dim())
+    return x if group_size(group) == 1 else _JoinSequence.apply(x, shard, group, dim % x.dim())
 
 
 class _SplitSequence(Function):
@@ -207,21 +135,22 @@ def _join(x: Tensor, shard: SequenceShard, group: dist.ProcessGroup, dim: int) -
 @torch.no_grad()
 def all_gather_counts(count: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Every rank's counts, on every rank, by rank: (..) -> (size, ..). Has no gradient."""
-    return count[None] if _size(group) == 1 else _all_gather(count[None], group, 0)
+    return count[None] if group_size(group) == 1 else _all_gather(count[None], group, 0)
 
 
 @torch.no_grad()
 def all_reduce_counts(count: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Counts summed over ranks, on every rank. Has no gradient."""
-    return count if _size(group) == 1 else _all_reduce(count, group)
+    return count if group_size(group) == 1 else _all_reduce(count, group)
 
 
-def sum_gradient(gradient: Tensor, group: dist.ProcessGroup) -> Tensor:
+def all_reduce_gradient(gradient: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The gradient of a weight that every rank of the group has, summed over the ranks' tokens."""
     return _all_reduce(gradient, group)
 
 
-def _size(group: dist.ProcessGroup) -> int:
+def group_size(group: dist.ProcessGroup) -> int:
+    """Ranks of the group; a ValueError for what is no process group."""
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(f"group must be a ProcessGroup (of a mesh: mesh.get_group(axis)), got {type(group).__name__}")
     return group.size()

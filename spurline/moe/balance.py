@@ -77,14 +77,15 @@ def routers(model: nn.Module) -> dict[str, Router]:
 def update_expert_bias(model: nn.Module, group: ProcessGroup | None = None) -> dict[str, Tensor]:
     """Take one balance step in every MoE layer; returns each layer's rows per expert (E,) since the last call.
 
-    The rows are summed over `group` (the ranks that saw different tokens) in one reduction for all layers. A bias moves
-    by its rate towards experts with less than the mean, and the moves of a layer add up to zero.
+    The rows are summed over `group`, by default over all ranks where torch.distributed is initialized (each of them
+    trained on other tokens, as under DDP), in one reduction for all layers; every rank of it must make this call. A
+    bias moves by its rate towards experts with less than the mean, and the moves of a layer add up to zero.
     """
     layers = routers(model)
     if not layers:
         return {}
     counts = torch.cat([router.row_count_E for router in layers.values()])
-    if group is not None:
+    if group is not None or torch.distributed.is_initialized():
         torch.distributed.all_reduce(counts, group=group)
     sizes = [router.config.num_experts for router in layers.values()]
     count_by_layer = dict(zip(layers, counts.split(sizes), strict=True))

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from spurline.moe.registry import DISPATCHERS, EXPERTS_BACKENDS, ROUTERS
+from spurline.moe.layout import params_per_expert
+from spurline.moe.registry import DISPATCHERS, EXPERTS, KERNELS, LAYOUTS, ROUTERS
 from spurline.registry import unknown
 
 _CHOICES = {
@@ -52,8 +53,10 @@ class MoEConfig:
 
     router: str = "top_k"
     """What sends tokens to experts: top_k, or a registered name."""
+    experts: str = "swiglu"
+    """What an expert computes: swiglu, or a registered name."""
     experts_backend: str = "auto"
-    """How the experts multiply: auto, stream, loop, grouped_mm, bmm, or a registered name."""
+    """The kernel that computes the experts: auto, stream, loop, grouped_mm, bmm, or a registered name."""
     dispatcher: str = "local"
     """How rows reach their experts: local, or a registered name."""
 
@@ -81,7 +84,8 @@ class MoEConfig:
             value = getattr(self, name)
             require(value in choices, f"{name} must be one of {', '.join(choices)}, got {value!r}")
         found += unknown("router", self.router, ROUTERS)
-        found += unknown("experts_backend", self.experts_backend, ["auto", *EXPERTS_BACKENDS])
+        found += unknown("experts", self.experts, EXPERTS)
+        found += unknown("experts_backend", self.experts_backend, ["auto", *KERNELS])
         found += unknown("dispatcher", self.dispatcher, DISPATCHERS)
         if found:
             return found
@@ -127,11 +131,14 @@ class MoEConfig:
         return self.num_shared_experts * self.hidden_dim
 
     def num_params(self) -> int:
-        return self._shared_and_gate_params() + self.num_experts * 3 * self.dim * self.hidden_dim
+        return self._shared_and_gate_params() + self.num_experts * self._params_per_expert()
 
     def num_active_params(self) -> int:
         """Parameters that one token meets."""
-        return self._shared_and_gate_params() + self.top_k * 3 * self.dim * self.hidden_dim
+        return self._shared_and_gate_params() + self.top_k * self._params_per_expert()
+
+    def _params_per_expert(self) -> int:
+        return params_per_expert(LAYOUTS[self.experts], hidden=self.hidden_dim, width=self.dim)
 
     def _shared_and_gate_params(self) -> int:
         return self.num_experts * self.dim + 3 * self.dim * self.shared_hidden_dim

@@ -1,18 +1,20 @@
-"""The mixture-of-experts layer: route, plan, dispatch, experts, combine."""
+"""The mixture-of-experts layer: route, plan, dispatch, experts, combine.
 
-from collections.abc import Iterator
-from itertools import chain
+T tokens, D width, F hidden width of the shared experts.
+"""
+
+from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spurline.comm.local import local
+from spurline.comm.gradients import local
+from spurline.comm.sequence import SequenceShard
 from spurline.comm.sequence_parallel import SequenceParallel
 from spurline.moe.config import MoEConfig
-from spurline.moe.experts import Experts
-from spurline.moe.registry import make_dispatcher, make_router
-from spurline.ops.skinny_matmul import linear
+from spurline.moe.registry import make_dispatcher, make_experts, make_router
+from spurline.ops.functional import swiglu
+from spurline.ops.skinny_matmul import skinny_linear
 
 
 class SharedExperts(nn.Module):
@@ -31,62 +33,120 @@ class SharedExperts(nn.Module):
         nn.init.trunc_normal_(tensor, std=std, a=-3 * std, b=3 * std, generator=generator)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        w1_FD, w3_FD, w2_DF = (local(w).to(x_TD.dtype) for w in (self.w1_FD, self.w3_FD, self.w2_DF))
-        return linear(F.silu(linear(x_TD, w1_FD)) * linear(x_TD, w3_FD), w2_DF)
+        """(T, D) -> (T, D)."""
+        linear = nn.functional.linear if torch.is_grad_enabled() else skinny_linear
+        w1_FD, w3_FD, w2_DF = local(self.w1_FD), local(self.w3_FD), local(self.w2_DF)
+        dtype = x_TD.dtype
+        hidden_TF = swiglu(linear(x_TD, w1_FD.to(dtype)), linear(x_TD, w3_FD.to(dtype)))
+        return linear(hidden_TF, w2_DF.to(dtype))
 
 
 class MoE(nn.Module):
     """A mixture-of-experts feed-forward layer, (..., D) -> (..., D).
 
-    >>> moe = MoE(MoEConfig(dim=512, hidden_dim=256, num_experts=16, top_k=2))
+    >>> moe = MoE(MoEConfig(dim=512, hidden_dim=256, num_experts=16, top_k=2), device="cpu", dtype=torch.float32)
     >>> y = moe(x)
 
     A 3-D input is read as (B, L, D): the sequence-level balance loss is taken over each of the B rows. Balance losses
     reach the gradients by themselves; `spurline.moe.update_expert_bias(model)` after each optimizer step moves the
-    selection bias and returns the rows each expert got.
+    selection bias and returns the rows each expert got. Under `torch.autocast`, experts compute in its dtype and so is
+    the output, as with nn.Linear; the router computes in float32.
     """
 
-    def __init__(self, config: MoEConfig, init_std: float = 0.02, output_std: float | None = None) -> None:
+    def __init__(
+        self,
+        config: MoEConfig,
+        init_std: float = 0.02,
+        output_std: float | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """init_std is of the initial weights; output_std of those that write the output, if it is another."""
         super().__init__()
         self.config = config.check()
-        self.router = make_router(config, init_std)
-        self.experts = Experts(config, init_std, output_std)
-        self.shared_experts = SharedExperts(config, init_std, output_std) if config.num_shared_experts else None
+        with torch.device(device or torch.get_default_device()):
+            self.router = make_router(config, init_std)
+            self.experts = make_experts(config, init_std, output_std)
+            self.shared_experts = SharedExperts(config, init_std, output_std) if config.num_shared_experts else None
         self.dispatcher = make_dispatcher(config)
-        self.sequence: SequenceParallel | None = None  # ranks that share the positions of every sequence
+        self.sequence: SequenceParallel | None = None  # ranks that split the positions of sequences they all have
+        self.sequence_ranks: tuple[int, list[int]] | None = None  # see `set_sequence_ranks`
+        if dtype is not None:
+            self.to(dtype)
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Fill the weights anew from torch's default generator."""
+        """Draw the weights anew from torch's default generator."""
         for module in self.children():
             for name, parameter in module.named_parameters(recurse=False):
                 if not parameter.is_meta:
                     module.init_parameter(name, parameter, None)  # type: ignore[operator]
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., D) -> (..., D)."""
+    def set_sequence_ranks(self, size: int, rank_P: list[int]) -> None:
+        """Say which of `size` shares of a sequence's positions each rank of the experts' group works on.
+
+        With the whole length given to `forward`, every rank then knows how many tokens each of them has.
+        """
+        self.sequence_ranks = size, rank_P
+
+    def forward(self, x: Tensor, length: int | None = None) -> Tensor:
+        """(..., D) -> (..., D). `length` is that of the whole sequences, where x is this rank's share of positions."""
+        dim = self.config.dim
+        if not isinstance(x, Tensor) or x.dim() == 0 or x.shape[-1] != dim or not x.is_floating_point():
+            raise self._error(x)
         if self.sequence is None:
-            return self._forward(x)
+            has_share = length is not None and self.sequence_ranks is not None
+            return self._forward(x, self._tokens_per_rank(x, length) if has_share else None)  # type: ignore[arg-type]
         x_BLD = x.view(x.shape[:-2].numel(), *x.shape[-2:])
         y_BlD = self._forward(self.sequence.split(x_BLD), self.sequence.tokens_per_rank(x_BLD))
         return self.sequence.join(y_BlD, x_BLD.shape[1]).view(x.shape)
 
-    def _forward(self, x: Tensor, num_tokens_P: list[int] | None = None) -> Tensor:
-        num_sequences = x.shape[:-2].numel()
+    def _forward(self, x: Tensor, num_tokens_P: list[int] | None) -> Tensor:
         x_TD = x.reshape(-1, x.shape[-1])
-        routing = self.router(x_TD, num_sequences)
+        if torch.is_autocast_enabled(x.device.type):
+            return self._forward_under_autocast(x_TD, x.shape, num_tokens_P)
+        routing = self.router(x_TD, x.shape[:-2].numel())
         plan = self.dispatcher.plan(routing, num_tokens_P)
         shared_TD = None if self.shared_experts is None else self.shared_experts(x_TD)
-        if self.experts.takes_tokens(x_TD, plan):
-            return self.experts(x_TD, plan.rows_per_expert, plan, shared_TD).view(x.shape)
-        rows_RD = plan.dispatch(x_TD)
-        rows_RD = self.experts(rows_RD, plan.rows_per_expert)
-        return plan.combine(rows_RD, onto_TD=shared_TD, keep=self._must_survive(x_TD)).view(x.shape)
+        rows = plan.dispatch(x_TD)
+        if shared_TD is not None:
+            rows = replace(rows, onto_TD=shared_TD, may_overwrite=self._owns_shared_output())
+        return plan.combine(self.experts(rows)).view(x.shape)
 
-    def _must_survive(self, x_TD: Tensor) -> Iterator[Tensor]:
-        """What the shared experts' output must not be in another guise, to be built on in place."""
-        yield x_TD
+    def _forward_under_autocast(self, x_TD: Tensor, shape: torch.Size, num_tokens_P: list[int] | None) -> Tensor:
+        """The same with casts at the edges. The shared experts alone see autocast: they may be any module."""
+        device = x_TD.device.type
+        low_TD = x_TD if x_TD.dtype == torch.float64 else x_TD.to(torch.get_autocast_dtype(device))
+        with torch.autocast(device, enabled=False):
+            routing = self.router(x_TD, shape[:-2].numel())
+            plan = self.dispatcher.plan(routing, num_tokens_P)
+            rows = plan.dispatch(low_TD)
         if self.shared_experts is not None:
-            for weight in chain(self.shared_experts.parameters(), self.shared_experts.buffers()):
-                yield local(weight)
+            rows = replace(rows, onto_TD=self.shared_experts(low_TD), may_overwrite=self._owns_shared_output())
+        with torch.autocast(device, enabled=False):
+            return plan.combine(self.experts(rows)).view(shape)
+
+    def _owns_shared_output(self) -> bool:
+        """Whether nobody else can hold the output of the shared experts: our own module returns a new tensor."""
+        shared = self.shared_experts
+        return type(shared) is SharedExperts and not shared._forward_hooks
+
+    def _tokens_per_rank(self, x: Tensor, length: int) -> list[int]:
+        assert self.sequence_ranks is not None
+        size, rank_P = self.sequence_ranks
+        return [x.shape[:-2].numel() * SequenceShard(length, size, rank).num_real for rank in rank_P]
+
+    def _error(self, x: Tensor) -> Exception:
+        if not isinstance(x, Tensor):
+            return TypeError(f"MoE takes a tensor of shape (..., {self.config.dim}), got {type(x).__name__}")
+        if not x.is_floating_point():
+            return ValueError(f"MoE takes floating-point activations, got {x.dtype}")
+        return ValueError(f"MoE takes activations of width {self.config.dim} (config.dim), got shape {tuple(x.shape)}")
+
+    def extra_repr(self) -> str:
+        config = self.config
+        parts = [f"dim={config.dim}", f"hidden_dim={config.hidden_dim}", f"num_experts={config.num_experts}"]
+        parts += [f"top_k={config.top_k}", f"num_shared_experts={config.num_shared_experts}"]
+        return ", ".join([*parts, f"dispatcher={type(self.dispatcher).__name__}"])

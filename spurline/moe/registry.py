@@ -6,52 +6,68 @@ A part is the object itself, or "module:attribute", which is imported when a lay
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from spurline.moe.layout import SWIGLU, Layout, layout_problems
 from spurline.registry import register, resolve
 
-if TYPE_CHECKING:
-    from torch import nn
-
-    from spurline.moe.config import MoEConfig
-    from spurline.moe.dispatch.plan import Dispatcher
-    from spurline.moe.experts import Backend
-
 ROUTERS: dict[str, Any] = {"top_k": "spurline.moe.router:Router"}
-EXPERTS_BACKENDS: dict[str, Any] = {
-    "loop": "spurline.moe.experts:loop_experts",
-    "grouped_mm": "spurline.moe.experts:grouped_mm_experts",
-    "bmm": "spurline.moe.experts:bmm_experts",
-    "stream": "spurline.moe.experts:stream_rows",
-}
 DISPATCHERS: dict[str, Any] = {"local": "spurline.moe.dispatch.local:LocalDispatcher"}
+EXPERTS: dict[str, Any] = {"swiglu": "spurline.moe.experts.swiglu:SwiGLUExperts"}
+LAYOUTS: dict[str, Layout] = {"swiglu": SWIGLU}
+KERNELS: dict[str, Any] = {
+    "stream": "spurline.moe.kernels.cpu.stream:StreamKernel",
+    "bmm": "spurline.moe.kernels.bmm:BmmKernel",
+    "grouped_mm": "spurline.moe.kernels.grouped_mm:GroupedMMKernel",
+    "loop": "spurline.moe.kernels.loop:LoopKernel",
+}
 
 
-def register_router(name: str, make: Callable[[MoEConfig, float], nn.Module] | str) -> None:
+def register_router(name: str, make: Callable[..., Any] | str) -> None:
     """Make a router of your own known as MoEConfig.router = name: make(config, init_std) -> module.
 
-    The module turns (x_TD, num_sequences) into a Routing. What subclasses spurline.moe.Router is counted and balanced.
+    The module turns (x_TD, num_sequences) into a Routing. Subclasses of spurline.moe.Router are counted and balanced.
     """
     register("router", ROUTERS, name, make)
 
 
-def register_experts_backend(name: str, backend: Backend | str) -> None:
-    """Make a backend of your own known as MoEConfig.experts_backend = name."""
-    register("experts_backend", EXPERTS_BACKENDS, name, backend)
-
-
-def register_dispatcher(name: str, make: Callable[[MoEConfig], Dispatcher] | str) -> None:
+def register_dispatcher(name: str, make: Callable[..., Any] | str) -> None:
     """Make a dispatcher of your own known as MoEConfig.dispatcher = name: make(config) -> dispatcher."""
     register("dispatcher", DISPATCHERS, name, make)
 
 
-def make_router(config: MoEConfig, init_std: float) -> Any:
+def register_experts(name: str, experts: Callable[..., Any] | str, layout: Layout) -> None:
+    """Make experts of your own known as MoEConfig.experts = name: a subclass of spurline.moe.Experts, and its layout.
+
+    The layout names the axes of every weight (see `spurline.moe.layout`); all that shards, initializes or counts
+    weights reads it.
+    """
+    if problems := layout_problems(layout):
+        raise ValueError(f"experts {name!r}: " + "; ".join(problems))
+    register("experts", EXPERTS, name, experts)
+    LAYOUTS[name] = layout
+
+
+def register_kernel(name: str, make: Callable[[], Any] | str) -> None:
+    """Make a kernel of your own known as MoEConfig.experts_backend = name: a subclass of spurline.moe.Kernel."""
+    register("experts_backend", KERNELS, name, make)
+
+
+def register_experts_backend(name: str, backend: Callable[..., Any] | str) -> None:
+    """Make a function of your own known as MoEConfig.experts_backend = name: it computes SwiGLU experts as a whole.
+
+    backend(rows_RD, w1_eFD, w3_eFD, w2_eDF, rows_per_expert) -> rows_RD; see docs/extending.md.
+    """
+    register("experts_backend", KERNELS, name, backend)
+
+
+def make_router(config: Any, init_std: float) -> Any:
     return resolve("router", config.router, ROUTERS)(config, init_std)
 
 
-def make_dispatcher(config: MoEConfig) -> Dispatcher:
+def make_dispatcher(config: Any) -> Any:
     return resolve("dispatcher", config.dispatcher, DISPATCHERS)(config)
 
 
-def experts_backend(name: str) -> Backend:
-    return resolve("experts_backend", name, EXPERTS_BACKENDS)
+def make_experts(config: Any, init_std: float, output_std: float | None) -> Any:
+    return resolve("experts", config.experts, EXPERTS)(config, init_std, output_std)

@@ -4,7 +4,6 @@ T tokens, D width, E experts, K experts per token, G groups of experts.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,22 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from spurline.comm.local import local
+from spurline.comm.gradients import local
 from spurline.moe.balance import attach_loss, balance_loss, count_rows_by_sequence
 from spurline.moe.config import MoEConfig
-from spurline.ops.accumulate import accumulate_once
-from spurline.ops.topk import stable_topk
-
-
-@dataclass(frozen=True)
-class Routing:
-    """Where every token goes: made once by the router, used by dispatch, experts and statistics alike."""
-
-    expert_TK: Tensor
-    weight_TK: Tensor
-    count_E: Tensor
-    host_count_E: list[int] | None = None
-    """count_E as host integers, where they are known without asking the device."""
+from spurline.moe.routing import Routing
+from spurline.ops.functional import accumulate_once, stable_topk
 
 
 class Router(nn.Module):
@@ -89,8 +77,9 @@ class Router(nn.Module):
         if config.route_scale != 1:
             weight_TK = weight_TK * config.route_scale
 
-        if self.training and torch.is_grad_enabled():
-            accumulate_once(self.row_count_E, count_E)
+        if self.training:
+            accumulate_once(self.row_count_E, count_E, self.expert_bias_E, torch.is_grad_enabled())
+        if self.training and torch.is_grad_enabled() and (config.aux_loss != "none" or config.z_loss_weight):
             weight_TK = self._with_balance_loss(weight_TK, logit_TE, score_TE, expert_TK, num_sequences)
         return Routing(expert_TK, weight_TK, count_E, host_count_E)
 
@@ -130,13 +119,11 @@ class Router(nn.Module):
         self, weight_TK: Tensor, logit_TE: Tensor, score_TE: Tensor, expert_TK: Tensor, num_sequences: int
     ) -> Tensor:
         config = self.config
-        if config.aux_loss == "none" and not config.z_loss_weight:
-            return weight_TK
         rows_SE = count_rows_by_sequence(config, expert_TK, num_sequences, self.balance_group)
         mean_weight = config.top_k / rows_SE.sum().clamp_min(1).to(logit_TE.dtype)
         loss = balance_loss(config, logit_TE, score_TE, rows_SE)
         loss = loss * torch.where(self.token_weight > 0, self.token_weight.to(loss.dtype), mean_weight)
-        accumulate_once(self.balance_loss, loss.detach().float())
+        accumulate_once(self.balance_loss, loss.detach().float(), self.expert_bias_E, True)
         return attach_loss(weight_TK, loss)
 
 

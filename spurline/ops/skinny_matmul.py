@@ -1,8 +1,8 @@
-"""Products of a few rows with a large matrix, on a CPU. R rows, I inputs, O outputs.
+"""Tall-skinny products on a CPU: a few rows times a large matrix. R rows, I inputs, O outputs.
 
-With few rows on its left, BLAS reads the matrix on one thread, and at half the speed of memory. With the matrix on the
-left and the rows as columns it reads as fast as memory gives, on all threads. A single row is slow on either side, and
-faster with another one beside it.
+With few rows on its left, BLAS reads the matrix on one thread and at half the speed of memory. With the matrix on the
+left and the rows as columns it reads as fast as memory allows, on all threads. A single row is slow on either side, and
+faster next to a second one.
 """
 
 import torch
@@ -17,29 +17,32 @@ WIDEST_PAIR = 1024
 """Inputs up to which two rows are faster than one, on one thread."""
 
 
-def most_skinny_rows(matrix_OI: Tensor) -> int:
-    """Up to how many rows should be columns: none, unless the matrix is large, in float32 and lies row by row."""
-    if matrix_OI.dtype != torch.float32 or matrix_OI.numel() < LARGE or not matrix_OI.is_contiguous():
+def most_skinny_rows(matrix_OI: Tensor, dtype: torch.dtype | None = None) -> int:
+    """Up to how many rows should be columns: none, unless the matrix is large, contiguous and multiplied in float32."""
+    if matrix_OI.numel() < LARGE or matrix_OI.device.type != "cpu" or not matrix_OI.is_contiguous():
         return 0
-    if matrix_OI.device.type != "cpu":
+    if (dtype or matrix_OI.dtype) != torch.float32:
         return 0
     return MOST_ROWS if torch.get_num_threads() > 1 else MOST_ROWS_ON_ONE_THREAD
 
 
 def least_rows(num_inputs: int) -> int:
-    """2 where a single row should have company."""
+    """2 where a single row should be multiplied together with another."""
     return 2 if num_inputs <= WIDEST_PAIR or torch.get_num_threads() > 1 else 1
 
 
-def linear(x: Tensor, matrix_OI: Tensor) -> Tensor:
-    """(..., I) -> (..., O), as `F.linear`; without gradients few rows go the faster way."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return F.linear(x, matrix_OI)
+def skinny_linear(x: Tensor, matrix_OI: Tensor) -> Tensor:
+    """(..., I) -> (..., O), as `F.linear` without gradients: few rows take the faster way."""
     num_rows = x.shape[:-1].numel()
-    if not 0 < num_rows <= most_skinny_rows(matrix_OI):
+    if torch.compiler.is_compiling() or not 0 < num_rows <= most_skinny_rows(matrix_OI):
         return F.linear(x, matrix_OI)
     rows_RI = x.reshape(num_rows, -1)
     if num_rows < least_rows(rows_RI.shape[1]):
         rows_RI = rows_RI.repeat(2, 1)
     product_OR = torch.mm(matrix_OI, rows_RI.t())
     return product_OR[:, :num_rows].t().reshape(*x.shape[:-1], -1).contiguous()
+
+
+def linear(x: Tensor, matrix_OI: Tensor) -> Tensor:
+    """(..., I) -> (..., O): `F.linear`, or `skinny_linear` where gradients are off."""
+    return F.linear(x, matrix_OI) if torch.is_grad_enabled() else skinny_linear(x, matrix_OI)

@@ -7,13 +7,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from spurline.comm.collectives import sum_gradient
+from spurline.comm.gradients import sum_over_group
 from spurline.comm.sequence_parallel import SequenceParallel
 from spurline.moe.config import MoEConfig
 from spurline.moe.dispatch.plan import ExpertRanks, spread_over
 from spurline.moe.layer import MoE
+from spurline.moe.layout import dim_of
 
 
 def parallelize_moe(
@@ -49,24 +50,37 @@ def parallelize_moe(
     moe.dispatcher = dispatcher
     if sequence_group is not None:
         moe.sequence = SequenceParallel(sequence_group, [rank["sequence_rank"] for rank in everyone])
-    moe.router.balance_group = sequence_group if moe.config.aux_loss == "sequence" else group
+    balance_over(moe, group, sequence_group)
     if reduce_gradients and group.size() > 1:
         for module in (moe.router, moe.shared_experts):
-            for parameter in module.parameters() if module is not None else ():
-                if parameter.requires_grad:
-                    parameter.register_hook(lambda gradient: sum_gradient(gradient, group))
+            if module is not None:
+                sum_over_group(module.parameters(), group)
     # Split sizes are read from tensors, also while tracing.
     torch._dynamo.config.capture_scalar_outputs = True
     return moe
 
 
+def balance_over(moe: MoE, batch: dist.ProcessGroup | None, sequence: dist.ProcessGroup | None) -> None:
+    """Say whose tokens a balance loss takes as one batch, and whose positions make up one sequence.
+
+    Whoever knows of more ranks than those that share the layer's experts calls it after `parallelize_moe`.
+    """
+    moe.router.balance_group = sequence if moe.config.aux_loss == "sequence" else batch
+
+
 def shard_experts(moe: MoE, ep_mesh: DeviceMesh) -> None:
-    """Make the expert weights DTensors over ep_mesh: by expert, and by hidden width over a second axis."""
-    hidden_dims = {"w1_EFD": 1, "w3_EFD": 1, "w2_EDF": 2}
-    for name, parameter in list(moe.experts.named_parameters()):
-        placements = [Shard(0), Shard(hidden_dims[name])][: ep_mesh.ndim]
+    """Make the expert weights DTensors over ep_mesh: by expert, and by hidden width over a second axis.
+
+    A weight without a hidden width (the bias of the output) is the same on all ranks of the second axis.
+    """
+    experts = moe.experts
+    if ep_mesh.ndim == 2:
+        experts.hidden_shards = ep_mesh.size(1)
+    for name, parameter in list(experts.named_parameters()):
+        hidden = dim_of(experts.layout, name, "hidden")
+        placements = [Shard(0), Replicate() if hidden is None else Shard(hidden)][: ep_mesh.ndim]
         sharded = distribute_tensor(parameter.detach(), ep_mesh, placements, src_data_rank=None)
-        setattr(moe.experts, name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
+        setattr(experts, name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
 
 
 def _expert_group(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, int]:

@@ -9,7 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from spurline.moe.experts import Experts
+from spurline.moe.experts.experts import Experts
+from spurline.moe.layout import dim_of
 from spurline.parallel.blocks import blocks_of
 
 
@@ -81,10 +82,10 @@ def _placement_by_mesh(
 
 def _expert_placements(experts: Experts, num_ranks: int) -> dict[nn.Parameter, Shard]:
     """By expert where they can be shared evenly; else along the model width, by which nothing else is split."""
-    width_dims = {"w1_EFD": 2, "w3_EFD": 2, "w2_EDF": 1}
     placements = {}
     for name, parameter in experts.named_parameters():
         part = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        uneven = part.shape[0] % num_ranks and part.shape[width_dims[name]] % num_ranks == 0
-        placements[parameter] = Shard(width_dims[name] if uneven else 0)
+        width = dim_of(experts.layout, name, "width")
+        by_width = width is not None and part.shape[0] % num_ranks and part.shape[width] % num_ranks == 0
+        placements[parameter] = Shard(width if by_width else 0)  # type: ignore[arg-type]
     return placements

@@ -5,7 +5,7 @@ from torch import nn
 from spurline.config import Compile
 from spurline.moe.layer import MoE
 from spurline.parallel.compile import apply_compile
-from spurline.parallel.expert import parallelize_moe
+from spurline.parallel.expert import balance_over, parallelize_moe
 from spurline.parallel.fsdp import apply_fsdp, has_per_param_meshes
 from spurline.parallel.mesh import Meshes
 from spurline.parallel.remat import apply_remat
@@ -45,7 +45,8 @@ def apply_expert_parallel(model: nn.Module, meshes: Meshes) -> None:
                     reduce_gradients=False,  # FSDP2 does
                     same_num_tokens=degrees.tp == 1,
                 )
-            if moe.config.aux_loss == "sequence":
-                moe.router.balance_group = meshes.tp_mesh.get_group() if degrees.tp > 1 else None
-            else:
-                moe.router.balance_group = meshes.world_group
+            balance_over(moe, meshes.world_group, meshes.tp_mesh.get_group() if degrees.tp > 1 else None)
+            if degrees.tp > 1 and degrees.ep * degrees.etp > 1:
+                # tp is the last axis of the dense view, so the share of a rank follows from its number.
+                rank_P = meshes.expert_mesh.mesh.flatten().tolist()
+                moe.set_sequence_ranks(degrees.tp, [rank % degrees.tp for rank in rank_P])

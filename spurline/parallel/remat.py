@@ -1,7 +1,7 @@
 """Activation checkpointing: blocks keep little for the backward pass and compute the rest a second time.
 
 `full` keeps a block's input and computes all of the block again. `selective` keeps what is dear and computes the rest
-again: see `_choose`. In both, statistics count once: `spurline.ops.accumulate` is not fooled by recomputation.
+again: see `_choose`. In both, statistics count once: `accumulate_once` is not fooled by recomputation.
 """
 
 from collections.abc import Callable
@@ -19,6 +19,10 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+import spurline.comm.exchange
+import spurline.moe.kernels.cpu.stream
+import spurline.moe.kernels.grouped
+import spurline.ops.functional  # noqa: F401
 from spurline.parallel.blocks import blocks_of
 
 _aten = torch.ops.aten
@@ -35,7 +39,7 @@ _ATTENTION = {
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_fused_attention_overrideable.default,
 }
-_exchange = torch.ops.spurline.exchange_rows.default
+_exchange = torch.ops.spurline.start_exchange.default
 _experts = torch.ops.spurline.stream_experts.default
 # With the place of the left factor among the arguments.
 _PRODUCTS = {

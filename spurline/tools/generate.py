@@ -197,7 +197,7 @@ def load_model(run_folder: Path, config: RunConfig[Any], step: int | None) -> nn
 
     from spurline.device import pick_device
     from spurline.models.common.linear import Embedding, Linear
-    from spurline.moe.experts import Experts
+    from spurline.moe import Experts
     from spurline.moe.layer import SharedExperts
     from spurline.train.checkpoint.manager import Checkpoints
 

@@ -17,9 +17,9 @@ from spurline.comm.collectives import (
     all_gather_sequence,
     all_reduce_sum,
     copy_to_group,
-    exchange_rows,
     reduce_scatter_sequence,
 )
+from spurline.comm.exchange import exchange_rows
 from spurline.comm.sequence import SequenceShard
 from spurline.testing import RankPool
 
@@ -162,9 +162,10 @@ def exchange(rank: int, num_rows: list[list[int]], shape: tuple[int, ...]) -> No
         parts = [x.split(row) for x, row in zip(xs, num_rows, strict=True)]
         return [torch.cat(column) for column in zip(*parts, strict=True)]
 
-    check(rank, lambda x: exchange_rows(x, received, num_rows[rank], world()), expected, xs)
+    splits_2P = torch.tensor([num_rows[rank], received])
+    check(rank, lambda x: exchange_rows(x, splits_2P, world()), expected, xs)
     if len({n for row in num_rows for n in row}) == 1:
-        check(rank, lambda x: exchange_rows(x, None, None, world()), expected, xs)
+        check(rank, lambda x: exchange_rows(x, None, world()), expected, xs)
 
 
 TWO = [[[1, 2], [3, 1]], [[0, 2], [0, 0]], [[0, 0], [0, 0]], [[2, 2], [2, 2]], [[3, 0], [0, 2]]]
@@ -204,8 +205,8 @@ def identities(rank: int) -> None:
     assert reduce_scatter_sequence(x, group, 1) is x
     assert all_reduce_sum(x, group) is x
     assert copy_to_group(x, group) is x
-    assert exchange_rows(x, [2], [2], group) is x
-    assert exchange_rows(x, None, None, group) is x
+    assert exchange_rows(x, torch.tensor([[2], [2]]), group) is x
+    assert exchange_rows(x, None, group) is x
     assert torch.equal(all_gather_counts(x, group), x[None])
 
 
@@ -220,10 +221,8 @@ def refused(rank: int) -> None:
         all_reduce_sum(x, mesh)
     with pytest.raises(ValueError, match="2 ranks can't share the 3 positions of dim 1"):
         reduce_scatter_sequence(x, world(), 1)
-    with pytest.raises(ValueError, match="give both output_splits and input_splits"):
-        exchange_rows(x, [1, 1], None, world())
-    with pytest.raises(ValueError, match="3 rows can't go to 2 ranks in equal parts"):
-        exchange_rows(torch.ones(3, 1), None, None, world())
+    with pytest.raises(ValueError, match="3 rows can't be split equally over 2 ranks"):
+        exchange_rows(torch.ones(3, 1), None, world())
 
 
 def test_bad_input_is_refused_before_anything_is_sent(ranks: RankPool) -> None:
@@ -233,11 +232,12 @@ def test_bad_input_is_refused_before_anything_is_sent(ranks: RankPool) -> None:
 def exchange_counted(x_RD: Tensor, input_count: Tensor) -> Tensor:
     num_rows = all_gather_counts(input_count, world())
     output_count = num_rows[:, dist.get_rank()]
-    return exchange_rows(x_RD * 2, output_count.tolist(), input_count.tolist(), world()).sin()
+    splits_2P = torch.stack([input_count, output_count])
+    return exchange_rows(x_RD * 2, splits_2P, world(), output_count.sum().item()).sin()
 
 
 def exchange_equally(x_RD: Tensor) -> Tensor:
-    return exchange_rows(x_RD * 2, None, None, world()).sin()
+    return exchange_rows(x_RD * 2, None, world()).sin()
 
 
 def gather_and_scatter(x_BLD: Tensor) -> Tensor:

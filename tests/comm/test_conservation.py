@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from spurline import MoE, MoEConfig, parallelize_moe
-from spurline.comm import collectives
+from spurline.comm import exchange
 from spurline.comm.conservation import ConservationError, check_rows
 from spurline.moe.dispatch.exchange import UnevenExchange
 from spurline.testing import RankPool
@@ -19,9 +19,10 @@ CONFIG = MoEConfig(dim=8, hidden_dim=8, num_experts=4, top_k=2, check_exchange=T
 def exchange_with_wrong_split(rank: int, label: str) -> str:
     """Each sends two rows to each, but rank 1 expects three from rank 0."""
     receive = [3, 2] if rank == 1 else [2, 2]
-    step = UnevenExchange([2, 2], receive, 4, sum(receive), dist.group.WORLD, label)
+    splits_2P = torch.tensor([[2, 2], receive])
+    step = UnevenExchange(splits_2P, 4, sum(receive), dist.group.WORLD, label, "rows" if label else "")
     try:
-        return str(step.forward(torch.full((4, 5), float(rank))).shape)
+        return str(step.start(torch.full((4, 5), float(rank))).wait().shape)
     except ConservationError as error:
         return str(error)
 
@@ -40,22 +41,22 @@ def layer_with_swapped_rows(rank: int, in_backward: bool) -> str:
     mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(0)
     moe = parallelize_moe(MoE(CONFIG), mesh, layer="layers.7.moe")
-    honest, calls = dist.all_to_all_single, []
+    honest, calls = exchange._all_to_all, []
 
-    def dishonest(output: torch.Tensor, input: torch.Tensor, *args: object, **kwargs: object) -> object:
+    def dishonest(input: torch.Tensor, *args: object) -> torch.Tensor:
         calls.append(1)
         # Forward exchanges twice (there and back); the third is the first of the backward.
         if rank == 1 and len(calls) == (3 if in_backward else 1):
             input = input[[1, 0, *range(2, len(input))]]
-        return honest(output, input, *args, **kwargs)
+        return honest(input, *args)
 
-    collectives.dist.all_to_all_single = dishonest
+    exchange._all_to_all = dishonest
     try:
         moe(torch.randn(4, 8)).square().sum().backward()
     except ConservationError as error:
         return str(error)
     finally:
-        collectives.dist.all_to_all_single = honest
+        exchange._all_to_all = honest
     return "nothing noticed"
 
 

@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from spurline import MoEConfig
-from spurline.moe import experts as experts_module
-from spurline.moe import telemetry
-from spurline.moe.experts import Experts, choose_backend, loop_experts, register_experts_backend
+from spurline.moe import Experts, RowCounts, Rows, register_experts_backend, telemetry
+from spurline.moe.experts.swiglu import SwiGLUExperts
+from spurline.moe.kernels import bmm
+from spurline.moe.kernels.choose import choose_kernel, verdicts
+from spurline.moe.kernels.kernel import Work
 
 BACKENDS = ["loop", "grouped_mm", "bmm", "stream"]
 
@@ -14,10 +16,16 @@ BACKENDS = ["loop", "grouped_mm", "bmm", "stream"]
 def make(backend: str = "auto", **changes: int) -> Experts:
     sizes = {"dim": 8, "hidden_dim": 16, "num_experts": 4, "top_k": 1} | changes
     torch.manual_seed(0)
-    experts = Experts(MoEConfig(**sizes, experts_backend=backend))
+    experts = SwiGLUExperts(MoEConfig(**sizes, experts_backend=backend))
     for p in experts.parameters():
         torch.nn.init.normal_(p, std=0.4)
     return experts
+
+
+def run(experts: Experts, rows_RD: torch.Tensor, counts: torch.Tensor | list[int]) -> torch.Tensor:
+    """The experts on rows that lie in the order of experts."""
+    on_host = counts if isinstance(counts, list) else None
+    return experts(Rows(rows_RD, RowCounts(torch.as_tensor(counts), on_host))).x
 
 
 def plain(experts: Experts, rows_RD: torch.Tensor, counts: list[int]) -> torch.Tensor:
@@ -31,7 +39,7 @@ def plain(experts: Experts, rows_RD: torch.Tensor, counts: list[int]) -> torch.T
 @pytest.mark.parametrize("backend", ["loop", "grouped_mm", "stream"])
 def test_an_expert_without_rows_gets_a_zero_gradient(backend: str) -> None:
     experts = make(backend)
-    experts(torch.randn(5, 8), torch.tensor([2, 0, 3, 0])).sum().backward()
+    run(experts, torch.randn(5, 8), torch.tensor([2, 0, 3, 0])).sum().backward()
     for p in experts.parameters():
         assert p.grad is not None
         assert (p.grad[[1, 3]] == 0).all()
@@ -44,32 +52,36 @@ def test_no_rows_at_all_still_back_propagates(backend: str, as_list: bool) -> No
     experts = make(backend)
     rows = torch.randn(0, 8, requires_grad=True)
     counts = [0, 0, 0, 0]
-    y = experts(rows, counts if as_list else torch.tensor(counts))
+    if backend == "bmm" and not as_list:
+        with pytest.raises(ValueError, match="known on the host"):
+            run(experts, rows, torch.tensor(counts))
+        return
+    y = run(experts, rows, counts if as_list else torch.tensor(counts))
     y.sum().backward()
     assert y.shape == rows.grad.shape == (0, 8)
     assert all((p.grad == 0).all() and p.grad.shape == p.shape for p in experts.parameters())
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["loop", "grouped_mm", "stream"])
 def test_counts_as_a_list_and_as_a_tensor_agree(backend: str) -> None:
     experts, rows = make(backend), torch.randn(12, 8)
-    assert torch.equal(experts(rows, [3, 3, 3, 3]), experts(rows, torch.tensor([3, 3, 3, 3])))
+    assert torch.equal(run(experts, rows, [3, 3, 3, 3]), run(experts, rows, torch.tensor([3, 3, 3, 3])))
 
 
 def test_counts_that_do_not_add_up_are_noticed() -> None:
     with pytest.raises(AssertionError, match="add up to 4, but there are 5 rows"):
-        make("loop")(torch.randn(5, 8), [1, 1, 1, 1])
+        run(make("loop"), torch.randn(5, 8), [1, 1, 1, 1])
 
 
 def test_bmm_refuses_unequal_counts() -> None:
     with pytest.raises(ValueError, match="same number of rows for every expert"):
-        make("bmm")(torch.randn(5, 8), [2, 1, 1, 1])
+        run(make("bmm"), torch.randn(5, 8), [2, 1, 1, 1])
 
 
 @pytest.mark.parametrize(("dtype", "dim"), [(torch.float64, 8), (torch.float32, 6)])
 def test_grouped_mm_refuses_what_pytorch_cannot_take(dtype: torch.dtype, dim: int) -> None:
     with pytest.raises(ValueError, match="choose 'loop' or 'auto'"):
-        make("grouped_mm", dim=dim).to(dtype)(torch.randn(4, dim, dtype=dtype), [1, 1, 1, 1])
+        run(make("grouped_mm", dim=dim).to(dtype), torch.randn(4, dim, dtype=dtype), [1, 1, 1, 1])
 
 
 def test_a_backend_of_ones_own() -> None:
@@ -77,11 +89,11 @@ def test_a_backend_of_ones_own() -> None:
         return torch.zeros_like(rows_RD)
 
     register_experts_backend("silent", silent)
-    assert (make("silent")(torch.randn(4, 8), [1, 1, 1, 1]) == 0).all()
+    assert (run(make("silent"), torch.randn(4, 8), [1, 1, 1, 1]) == 0).all()
 
 
-class TestPackedWeights:
-    """Without gradients and with equal counts, packed copies of the weights serve; never stale ones."""
+class TestFusedWeights:
+    """Without gradients and with equal counts, fused copies of the weights serve; never stale ones."""
 
     @pytest.fixture(autouse=True)
     def _counted(self):  # type: ignore[no-untyped-def]
@@ -93,18 +105,17 @@ class TestPackedWeights:
 
     def check(self, experts: Experts, rows: torch.Tensor | None = None) -> None:
         rows = torch.randn(12, 8) if rows is None else rows
-        before = telemetry.counters().get("experts.fused_weights", 0)
+        before = served()
         with torch.no_grad():
-            torch.testing.assert_close(experts(rows, [3, 3, 3, 3]), plain(experts, rows, [3, 3, 3, 3]))
-        assert telemetry.counters()["experts.fused_weights"] == before + 1
+            torch.testing.assert_close(run(experts, rows, [3, 3, 3, 3]), plain(experts, rows, [3, 3, 3, 3]))
+        assert served() == before + 1
 
     @pytest.mark.parametrize("backend", ["auto", "bmm"])
     def test_equals_the_plain_way_and_is_made_once(self, backend: str) -> None:
         experts = make(backend)
         self.check(experts)
-        packed = experts.fused_weights._w13_eDX
         self.check(experts)
-        assert experts.fused_weights._w13_eDX is packed
+        assert telemetry.counters()["fused_weights.misses"] == telemetry.counters()["fused_weights.hits"] == 1
 
     @pytest.mark.parametrize("name", ["w1_EFD", "w3_EFD", "w2_EDF"])
     def test_an_edit_in_place_is_noticed(self, name: str) -> None:
@@ -155,7 +166,7 @@ class TestPackedWeights:
         experts = make()
         self.check(experts)
         with torch.no_grad():
-            y = experts(torch.randn(12, 8).bfloat16(), [3, 3, 3, 3])
+            y = run(experts, torch.randn(12, 8).bfloat16(), [3, 3, 3, 3])
         assert y.dtype == torch.bfloat16
         self.check(experts)
 
@@ -168,7 +179,7 @@ class TestPackedWeights:
             rows = torch.randn(12, 8)
             for _ in range(2):
                 experts.w1_EFD.mul_(-1.5)
-                torch.testing.assert_close(experts(rows, [3, 3, 3, 3]), plain(experts, rows, [3, 3, 3, 3]))
+                torch.testing.assert_close(run(experts, rows, [3, 3, 3, 3]), plain(experts, rows, [3, 3, 3, 3]))
 
     def test_inference_mode_over_ordinary_weights(self) -> None:
         experts = make()
@@ -180,12 +191,12 @@ class TestPackedWeights:
         with torch.no_grad():
             for counts in ([0, 0, 0, 0], [4, 4, 4, 3]):
                 rows = torch.randn(sum(counts), 8)
-                torch.testing.assert_close(experts(rows, counts), plain(experts, rows, counts))
-        assert "experts.fused_weights" not in telemetry.counters()
+                torch.testing.assert_close(run(experts, rows, counts), plain(experts, rows, counts))
+        assert not served()
 
     def test_a_forced_loop_stays_a_loop(self) -> None:
         with torch.no_grad():
-            make("loop")(torch.randn(12, 8), [3, 3, 3, 3])
+            run(make("loop"), torch.randn(12, 8), [3, 3, 3, 3])
         assert telemetry.counters() == {"experts.loop": 1}
 
     def test_is_in_no_state_dict_and_no_copy(self) -> None:
@@ -202,37 +213,83 @@ class TestPackedWeights:
         experts = make().eval()
         self.check(experts)
         experts.train()
-        assert experts.fused_weights._w13_eDX is None
+        assert experts.fused_weights.key is None
         self.check(experts.eval())
-        experts(torch.randn(12, 8), [3, 3, 3, 3])
-        assert experts.fused_weights._w13_eDX is None
+        run(experts, torch.randn(12, 8), [3, 3, 3, 3])
+        assert experts.fused_weights.key is None
         assert experts.fused_weights._sources == ()
+        assert experts.fused_weights._fused is None
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_no_backend_returns_a_view(backend):
     # FSDP, whose units experts may be, warns of modules that do.
-    out_RD = make(backend)(torch.randn(12, 8), [3, 3, 3, 3])
+    out_RD = run(make(backend), torch.randn(12, 8), [3, 3, 3, 3])
     assert not out_RD._is_view()
 
 
-@pytest.mark.parametrize(("dim", "hidden_dim"), [(16, 18), (18, 16)])
-def test_a_device_without_a_grouped_matmul_for_these_widths_gets_the_loop(dim: int, hidden_dim: int) -> None:
-    assert choose_backend(torch.empty(6, dim, device="meta"), hidden_dim, [1, 5]) is loop_experts
-    chosen = choose_backend(torch.empty(6, 16, device="meta"), 16, [1, 5])
-    assert chosen is experts_module.grouped_mm_experts
+def work(**changes: object) -> Work:
+    return Work(
+        **({"experts": "swiglu", "device": "meta", "dtype": torch.float32, "width": 16, "hidden": 16} | changes)
+    )
 
 
-@pytest.mark.parametrize(("backend", "most", "packed"), [("auto", 3, True), ("auto", 2, False), ("bmm", 2, True)])
-def test_weights_are_packed_for_few_rows_or_if_asked_for(monkeypatch, backend: str, most: int, packed: bool) -> None:
-    monkeypatch.setattr(experts_module, "MOST_FUSED_ROWS", most)
+@pytest.mark.parametrize(
+    ("changes", "chosen"),
+    [
+        ({}, "grouped_mm"),
+        ({"width": 18}, "loop"),
+        ({"hidden": 18}, "loop"),
+        ({"dtype": torch.float64}, "loop"),
+        ({"equal_rows": 3}, "bmm"),
+        ({"device": "cpu"}, "stream"),
+        ({"device": "cpu", "equal_rows": 3}, "stream"),
+        ({"device": "cpu", "equal_rows": 3, "grad": False}, "bmm"),
+        ({"device": "cpu", "equal_rows": 0, "grad": False}, "stream"),
+        ({"device": "cpu", "equal_rows": bmm.MOST_FUSED_ROWS + 1, "grad": False}, "stream"),
+        ({"device": "cpu", "equal_rows": 3, "grad": False, "cacheable": False}, "stream"),
+        ({"device": "cpu", "experts": "of one's own"}, "loop"),
+    ],
+    ids=str,
+)
+def test_the_kernel_that_auto_chooses(changes: dict[str, object], chosen: str) -> None:
+    assert choose_kernel(work(**changes)).name == chosen
+    found = verdicts(work(**changes))
+    assert next(iter(found)) == chosen
+    assert all(verdict.why for verdict in found.values())
+
+
+@pytest.mark.parametrize(
+    ("backend", "changes", "why"),
+    [
+        ("stream", {}, "runs on CPUs, not on meta"),
+        ("stream", {"device": "cpu", "experts": "mine"}, "computes SwiGLU experts, not 'mine' ones"),
+        ("bmm", {}, "needs the same number of rows for every expert"),
+        ("grouped_mm", {"width": 18}, "multiples of 16 bytes, not torch.float32 with dim 18"),
+    ],
+)
+def test_a_kernel_that_can_not_do_the_work_says_why(backend: str, changes: dict[str, object], why: str) -> None:
+    with pytest.raises(ValueError, match=f"experts_backend '{backend}' .*{why}.*: choose 'loop' or 'auto'"):
+        choose_kernel(work(**changes), backend)
+
+
+@pytest.mark.parametrize(("backend", "most", "fused"), [("auto", 3, True), ("auto", 2, False), ("bmm", 2, True)])
+def test_weights_are_fused_for_few_rows_or_if_asked_for(monkeypatch, backend: str, most: int, fused: bool) -> None:
+    monkeypatch.setattr(bmm, "MOST_FUSED_ROWS", most)
+    choose_kernel.__globals__["_choose"].cache_clear()
     experts, rows_RD = make(backend), torch.randn(12, 8)
     telemetry.enable()
     telemetry.reset()
     try:
         with torch.no_grad():
-            found = experts(rows_RD, [3, 3, 3, 3])
-        assert ("experts.fused_weights" in telemetry.counters()) == packed
+            found = run(experts, rows_RD, [3, 3, 3, 3])
+        assert bool(served()) == fused
     finally:
         telemetry.enable(False)
+        choose_kernel.__globals__["_choose"].cache_clear()
     torch.testing.assert_close(found, plain(experts, rows_RD, [3, 3, 3, 3]).detach())
+
+
+def served() -> int:
+    """How often fused weights were used."""
+    return sum(amount for path, amount in telemetry.counters().items() if path.startswith("fused_weights."))

@@ -9,8 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from spurline import MoE, MoEConfig
-from spurline.moe.dispatch import all_to_all
 from spurline.moe.dispatch.all_to_all import AllToAllDispatcher
+from spurline.moe.dispatch.traffic import Traffic
 
 CONFIG = MoEConfig(dim=8, hidden_dim=16, num_experts=8, top_k=2, num_shared_experts=1, experts_backend="grouped_mm")
 P = 4
@@ -29,12 +29,16 @@ def reads_of_one_forward(
 ) -> int:
     reads = []
 
-    def read(numbers: torch.Tensor) -> list[list[int]]:
+    def read(numbers: torch.Tensor) -> list[int]:
         """Stands in for the device: what it would answer if every rank routed evenly."""
         reads.append(numbers.shape)
-        return [[tokens * config.top_k // config.num_experts] * config.num_experts] * P
+        of_pair, of_expert = tokens * config.top_k // P, tokens * config.top_k // config.num_experts
+        totals = [of_pair * P, of_pair, of_pair * P * P, of_expert, of_expert, of_expert * P, of_expert * P]
+        answer = [of_pair] * (2 * P) + totals + [of_expert * P] * (config.num_experts // P)
+        assert numbers.shape == (len(answer),)
+        return answer
 
-    monkeypatch.setattr(all_to_all, "read_on_host", read)
+    monkeypatch.setattr(Traffic, "read_on_host", staticmethod(read))
     moe = MoE(config)
     moe.dispatcher = AllToAllDispatcher(config, group)
     for name, parameter in list(moe.experts.named_parameters()):

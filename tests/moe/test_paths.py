@@ -9,6 +9,7 @@ import torch
 
 from spurline import MoE, MoEConfig
 from spurline.moe import telemetry
+from spurline.moe.kernels.loop import LoopKernel
 
 
 def run(grad: bool, **changes: object) -> dict[str, int]:
@@ -29,10 +30,11 @@ def run(grad: bool, **changes: object) -> dict[str, int]:
     [
         ("experts.loop", True, {"experts_backend": "loop"}),
         ("experts.grouped_mm", True, {"experts_backend": "grouped_mm"}),
-        ("experts.on_tokens", True, {}),
-        ("experts.on_tokens", False, {"experts_backend": "stream"}),
+        ("experts.stream", True, {}),
+        ("experts.stream", False, {"experts_backend": "stream"}),
         ("experts.bmm", True, {"experts_backend": "bmm", "force_load_balance": True}),
-        ("experts.fused_weights", False, {"force_load_balance": True}),
+        ("experts.bmm", False, {"force_load_balance": True}),
+        ("fused_weights.misses", False, {"force_load_balance": True}),
         ("scatter.in_place", False, {"experts_backend": "loop"}),
         ("scatter.in_place", False, {"experts_backend": "loop", "num_shared_experts": 1}),
         ("scatter.out_of_place", True, {"experts_backend": "loop"}),
@@ -43,9 +45,34 @@ def run(grad: bool, **changes: object) -> dict[str, int]:
 )
 def test_the_forced_path_runs(path: str, grad: bool, changes: dict[str, object]) -> None:
     counted = run(grad, **changes)
+    assert counted.pop("experts.on_tokens", 1) == 1
     assert counted[path] == 1
     kind = path.split(".")[0]
     assert [name for name in counted if name.startswith(kind)] == [path]
+
+
+def test_cache_hits_and_bfloat16_weighing_are_counted() -> None:
+    moe = MoE(MoEConfig(dim=8, hidden_dim=16, num_experts=4, top_k=2, force_load_balance=True), dtype=torch.bfloat16)
+    telemetry.reset()
+    telemetry.enable()
+    try:
+        with torch.no_grad():
+            for _ in range(3):
+                moe(torch.randn(6, 8, dtype=torch.bfloat16))
+        counted = telemetry.counters()
+    finally:
+        telemetry.enable(False)
+    assert counted["fused_weights.misses"] == 1
+    assert counted["fused_weights.hits"] == 2
+    assert counted["weigh.bfloat16"] == counted["weigh.after_experts"] == 3
+
+
+def test_a_counted_method_is_untouched_while_counters_are_off() -> None:
+    before = LoopKernel.__dict__["run"]
+    telemetry.enable()
+    assert LoopKernel.__dict__["run"] is not before
+    telemetry.enable(False)
+    assert LoopKernel.__dict__["run"] is before
 
 
 def test_counters_are_off_by_default() -> None:
@@ -68,17 +95,39 @@ def test_counters_are_silent_while_compiling() -> None:
 @pytest.mark.parametrize(
     ("wanted", "rank", "printed"),
     [
-        ("0", "0", True),
-        ("0", "1", False),
+        ("1", "0", True),  # on, for rank 0: not rank 1
+        ("1", "1", False),
+        ("true", "0", True),
+        ("YES", "0", True),
+        ("on", "1", False),
+        ("rank0", "0", True),
+        ("rank1", "1", True),
+        ("rank1", "0", False),
         ("1, 3", "3", True),
         ("1,3", "2", False),
+        ("rank0,rank3", "3", True),
         ("all", "7", True),
         ("", "0", False),
+        ("0", "0", False),
+        ("off", "0", False),
     ],
 )
 def test_the_line_at_exit(wanted: str, rank: str, printed: bool) -> None:
-    script = "from spurline.moe.telemetry import count; count('b.two', 2); count('a.one'); count('b.two')"
-    assert exit_line(script, wanted, rank) == ([f"spurline counters rank {rank}: a.one=1 b.two=3"] if printed else [])
+    script = (
+        "import torch; from spurline import MoE, MoEConfig;"
+        "MoE(MoEConfig(dim=8, hidden_dim=8, experts_backend='loop'))(torch.randn(3, 8))"
+    )
+    line = f"spurline counters rank {rank}: experts.loop=1 scatter.out_of_place=1 weigh.after_experts=1"
+    assert exit_line(script, wanted, rank) == ([line] if printed else [])
+
+
+@pytest.mark.parametrize("wanted", ["maybe", "rank", "0;3", "-1", "1,,3", "ranks0"])
+def test_a_value_that_is_not_understood_is_told_and_leaves_counters_off(wanted: str) -> None:
+    (line,) = exit_line("import spurline.moe.telemetry", wanted, "0")
+    assert line == (
+        f"spurline: SPURLINE_COUNTERS={wanted!r} is not understood, so counters stay off: use 1 for rank 0, all, or"
+        " ranks such as 0,3"
+    )
 
 
 def test_the_line_at_exit_when_nothing_ran() -> None:

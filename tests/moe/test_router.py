@@ -114,14 +114,23 @@ def test_evaluation_does_not_count() -> None:
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputation_does_not_count(compiled: bool, reentrant: bool) -> None:
+def test_recomputation_counts_every_micro_batch_once(compiled: bool, reentrant: bool) -> None:
     moe = MoE(dataclasses.replace(CONFIG, aux_loss="batch"))
     run = torch.compile(moe, fullgraph=True, backend="aot_eager") if compiled else moe
     x = torch.randn(7, 6, requires_grad=True)
-    checkpoint(run, x, use_reentrant=reentrant).sum().backward()
-    if not reentrant:  # a re-entrant checkpoint runs its first forward without gradients, which looks like evaluation
-        assert moe.router.row_count_E.sum() == 7 * 3
-    assert moe.router.row_count_E.sum() <= 7 * 3
+    run(x)
+    rows_E, loss = moe.router.row_count_E.clone(), moe.router.balance_loss.clone()
+    assert rows_E.sum() == 7 * 3
+    moe.router.init_buffers()
+    # Two forwards before the first backward, as in a pipeline; with an evaluation in between.
+    both = [checkpoint(run, x, use_reentrant=reentrant) for _ in range(2)]
+    with torch.no_grad():
+        moe.eval()(x)
+    moe.train()
+    for y in both:
+        y.sum().backward()
+    assert torch.equal(moe.router.row_count_E, 2 * rows_E)
+    torch.testing.assert_close(moe.router.balance_loss, 2 * loss)
 
 
 @pytest.mark.parametrize(

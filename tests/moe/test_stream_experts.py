@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spurline import MoE, MoEConfig
-from spurline.moe.kernels.cpu import buffers, chunks, precision, stream
+from spurline.moe.kernels import choose
+from spurline.moe.kernels.cpu import stream, workspace
+from spurline.moe.kernels.cpu.buffers import POOL
 from spurline.ops import skinny_matmul
 from spurline.testing.equivalence import errors_between, layer_results, reference_results
 
@@ -23,7 +25,7 @@ def make(dtype: torch.dtype = torch.float32, **changes: object) -> MoE:
 @pytest.fixture(autouse=True)
 def _no_blocks_of_other_tests():
     gc.collect()
-    buffers.release()
+    POOL.release()
 
 
 @pytest.mark.parametrize("before", [False, True])
@@ -33,9 +35,9 @@ def _no_blocks_of_other_tests():
 def test_chunks_of_any_size_equal_the_reference(
     monkeypatch, many: int, chunk: int, joined_rows: int, before: bool
 ) -> None:
-    monkeypatch.setattr(chunks, "CHUNK", chunk)
-    monkeypatch.setattr(chunks, "JOINED", joined_rows * 12)
-    monkeypatch.setattr(chunks, "MANY", many)
+    monkeypatch.setattr(workspace, "CHUNK", chunk)
+    monkeypatch.setattr(workspace, "JOINED", joined_rows * 12)
+    monkeypatch.setattr(choose, "MANY_PARTS", many)
     moe, x = make(score_before_experts=before), torch.randn(3, 9, 12)
     errors = errors_between(layer_results(moe, x), reference_results(moe, x))
     assert max(errors.values()) < 1e-5, errors
@@ -48,15 +50,15 @@ def test_chunks_of_any_size_equal_the_reference(
 )
 def test_chunks_hold_every_row_once_and_in_order(counts: list[int], most_rows: int, whole_experts: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunks, "CHUNK", 7)
-        patch.setattr(chunks, "JOINED", most_rows * 12)
-        made = chunks.make_chunks(counts, 12, whole_experts)
+        patch.setattr(workspace, "CHUNK", 7)
+        patch.setattr(workspace, "JOINED", most_rows * 12)
+        made = workspace.make_chunks(counts, 12, whole_experts)
     experts = [part.expert for chunk in made for part in chunk.parts for _ in range(part.size)]
     assert experts == [expert for expert, count in enumerate(counts) for _ in range(count)]
     for chunk in made:
         assert chunk.size == sum(part.size for part in chunk.parts)
         assert chunk.size <= most_rows or len(chunk.parts) == 1
-        assert (chunk.end_e is not None) == (len(chunk.parts) >= chunks.MANY)
+        assert (chunk.end_e is not None) == (len(chunk.parts) >= choose.MANY_PARTS)
         if chunk.end_e is not None:
             assert chunk.end_e[-1] == chunk.size
     parts = [part for chunk in made for part in chunk.parts]
@@ -71,7 +73,7 @@ def test_chunks_hold_every_row_once_and_in_order(counts: list[int], most_rows: i
 @pytest.mark.parametrize("hidden_dim", [20, 19], ids=["fits PyTorch's grouped matmul", "does not"])
 def test_few_rows_for_many_experts_some_with_none(monkeypatch, hidden_dim: int) -> None:
     calls, grouped_mm = [], torch.nn.functional.grouped_mm
-    monkeypatch.setattr(stream.F, "grouped_mm", lambda *args, **kw: calls.append(1) or grouped_mm(*args, **kw))
+    monkeypatch.setattr(workspace.F, "grouped_mm", lambda *args, **kw: calls.append(1) or grouped_mm(*args, **kw))
     moe, x = make(num_experts=40, hidden_dim=hidden_dim), torch.randn(1, 14, 12)
     rows_E = moe.router(x[0]).count_E
     assert not rows_E[rows_E.nonzero()[0] :].all()
@@ -86,9 +88,10 @@ def test_few_rows_for_many_experts_some_with_none(monkeypatch, hidden_dim: int) 
 def test_few_rows_are_multiplied_with_the_matrix_on_the_left(
     monkeypatch, counts: list[int], num_few: int, widest_pair: int
 ) -> None:
-    turned, skinny_products = [], stream._skinny_products
-    monkeypatch.setattr(stream, "_skinny_products", lambda *args: turned.append(1) or skinny_products(*args))
+    turned, skinny_products = [], workspace._skinny_products
+    monkeypatch.setattr(workspace, "_skinny_products", lambda *args: turned.append(1) or skinny_products(*args))
     monkeypatch.setattr(skinny_matmul, "LARGE", 1)
+    monkeypatch.setattr(choose, "LARGE", 1)
     monkeypatch.setattr(skinny_matmul, "WIDEST_PAIR", widest_pair)
     for name in ("MOST_ROWS", "MOST_ROWS_ON_ONE_THREAD"):
         monkeypatch.setattr(skinny_matmul, name, num_few)
@@ -114,8 +117,8 @@ def test_few_rows_are_multiplied_with_the_matrix_on_the_left(
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("num_tokens", [1, 5, 16])
 def test_a_decoding_layer_equals_the_reference(monkeypatch, num_tokens: int, threads: int) -> None:
-    turned, skinny_products = [], stream._skinny_products
-    monkeypatch.setattr(stream, "_skinny_products", lambda *args: turned.append(1) or skinny_products(*args))
+    turned, skinny_products = [], workspace._skinny_products
+    monkeypatch.setattr(workspace, "_skinny_products", lambda *args: turned.append(1) or skinny_products(*args))
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -160,6 +163,7 @@ def test_many_experts_take_rows_weights_and_gradients_however_they_lie(monkeypat
 
 def test_a_single_row_is_multiplied_with_its_neighbour(monkeypatch) -> None:
     monkeypatch.setattr(skinny_matmul, "LARGE", 1)
+    monkeypatch.setattr(choose, "LARGE", 1)
     widths, mm = [], torch.mm
     monkeypatch.setattr(stream.torch, "mm", lambda a, b, **kw: widths.append(b.shape[1]) or mm(a, b, **kw))
     w1, w3, w2 = torch.randn(4, 20, 12), torch.randn(4, 20, 12), torch.randn(4, 12, 20)
@@ -173,9 +177,9 @@ def test_a_single_row_is_multiplied_with_its_neighbour(monkeypatch) -> None:
 def test_bf16_is_as_close_to_the_truth_as_the_reference_in_bf16(
     monkeypatch, has_instructions: bool, joined_rows: int, before: bool
 ) -> None:
-    monkeypatch.setattr(chunks, "JOINED", joined_rows * 12)
-    monkeypatch.setattr(precision, "cpu_multiplies_bfloat16", lambda: has_instructions)
-    monkeypatch.setattr(chunks, "CHUNK", 5)
+    monkeypatch.setattr(workspace, "JOINED", joined_rows * 12)
+    monkeypatch.setattr(workspace, "cpu_multiplies_bfloat16", lambda: has_instructions)
+    monkeypatch.setattr(workspace, "CHUNK", 5)
     moe, x = make(torch.bfloat16, score_before_experts=before), torch.randn(5, 11, 12, dtype=torch.bfloat16)
     exact = reference_results(moe, x, torch.float64)
     errors, of_reference = (
@@ -190,7 +194,7 @@ def test_bf16_is_as_close_to_the_truth_as_the_reference_in_bf16(
 
 
 def test_fp32_weights_meet_bf16_rows_unrounded(monkeypatch) -> None:
-    monkeypatch.setattr(precision, "cpu_multiplies_bfloat16", lambda: False)
+    monkeypatch.setattr(workspace, "cpu_multiplies_bfloat16", lambda: False)
     moe, x = make(num_shared_experts=0), torch.randn(40, 12).bfloat16()
     y, exact = moe(x).float(), moe(x.float())
     # Half a unit in the last of eight bits: only the result was rounded.
@@ -253,28 +257,28 @@ def test_a_weight_gradient_takes_the_memory_of_the_step_before() -> None:
 
 def test_memory_in_use_is_never_handed_out_again() -> None:
     like = torch.empty(0)
-    kept = [buffers.empty((512, 1024), like).fill_(number) for number in range(3)]
-    view = buffers.empty((512, 1024), like).fill_(7.0)[100:200]
+    kept = [POOL.empty((512, 1024), like).fill_(number) for number in range(3)]
+    view = POOL.empty((512, 1024), like).fill_(7.0)[100:200]
     gc.collect()
-    others = [buffers.empty((512, 1024), like).fill_(-1.0) for _ in range(3)]
+    others = [POOL.empty((512, 1024), like).fill_(-1.0) for _ in range(3)]
     assert all((tensor == number).all() for number, tensor in enumerate(kept))
     assert (view == 7).all()
     assert len({t.untyped_storage().data_ptr() for t in (*kept, view, *others)}) == 7
 
 
 def test_memory_comes_back_in_any_dtype_and_aligned() -> None:
-    first = buffers.empty((1 << 19,), torch.empty(0), torch.float64)
+    first = POOL.empty((1 << 19,), torch.empty(0), torch.float64)
     place = first.data_ptr()
     assert place % 64 == 0
     del first
-    again = buffers.empty((1 << 21,), torch.empty(0), torch.bfloat16)
+    again = POOL.empty((1 << 21,), torch.empty(0), torch.bfloat16)
     assert (again.data_ptr(), again.dtype, again.shape) == (place, torch.bfloat16, (1 << 21,))
 
 
 def test_unused_memory_is_bounded_and_can_be_released(monkeypatch) -> None:
-    monkeypatch.setattr(buffers, "_LIMIT", 5 << 20)
-    del (tensors := [buffers.empty((2 << 20,), torch.empty(0), torch.uint8) for _ in range(4)])[:]
+    monkeypatch.setattr(POOL, "limit", 5 << 20)
+    del (tensors := [POOL.empty((2 << 20,), torch.empty(0), torch.uint8) for _ in range(4)])[:]
     del tensors
-    assert 0 < buffers.unused_bytes() <= 5 << 20
-    buffers.release()
-    assert buffers.unused_bytes() == 0
+    assert 0 < POOL.unused_bytes <= 5 << 20
+    POOL.release()
+    assert POOL.unused_bytes == 0

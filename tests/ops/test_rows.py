@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from spurline import MoE, MoEConfig
-from spurline.moe import telemetry
-from spurline.moe.dispatch.rows import sum_rows
+from spurline.moe import RowCounts, Rows, telemetry
+from spurline.moe.dispatch.combine import combine_rows
 from spurline.ops import rows as ops
 
 TOKEN_R = torch.tensor([2, 0, 2, 4, 0, 2])
@@ -105,19 +105,54 @@ def test_shared_experts_that_return_a_weight_leave_it_intact() -> None:
     assert torch.equal(moe.shared_experts.value, before)
 
 
+class Remembered(torch.nn.Module):
+    """Returns a tensor that it holds as a plain attribute."""
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        self.value = x_TD * 2
+        return self.value
+
+
+@pytest.mark.parametrize("backend", ["loop", "stream"])
+def test_shared_experts_that_remember_their_output_keep_it_as_it_was(backend: str) -> None:
+    moe = layer_with(Remembered())
+    moe.experts.backend = backend
+    x = torch.randn(5, 6)
+    with torch.no_grad():
+        y = moe(x)
+    assert torch.equal(moe.shared_experts.value, x * 2)
+    assert not torch.equal(y, x * 2)
+
+
+def test_a_hook_that_remembers_the_output_of_shared_experts_keeps_it_as_it_was() -> None:
+    moe = MoE(
+        MoEConfig(dim=6, hidden_dim=8, num_experts=4, top_k=2, num_shared_experts=1, experts_backend="loop")
+    ).eval()
+    remembered = []
+    moe.shared_experts.register_forward_hook(lambda module, inputs, output: remembered.append(output))
+    x = torch.randn(5, 6)
+    with torch.no_grad():
+        moe(x)
+        assert torch.equal(remembered[0], type(moe.shared_experts).forward(moe.shared_experts, x))
+
+
 @pytest.mark.parametrize(
-    ("grad", "alias", "path"),
+    ("grad", "may_overwrite", "path"),
     [
-        (True, False, "scatter.out_of_place"),
-        (False, False, "scatter.in_place"),
-        (False, True, "scatter.out_of_place"),
+        (True, True, "scatter.out_of_place"),
+        (False, True, "scatter.in_place"),
+        (False, False, "scatter.out_of_place"),
     ],
 )
-def test_in_place_only_where_nothing_is_hurt(grad: bool, alias: bool, path: str) -> None:
+def test_in_place_only_where_nothing_is_hurt(grad: bool, may_overwrite: bool, path: str) -> None:
+    base, rows_RD = torch.randn(5, 2), torch.randn(6, 2)
+    before = base.clone()
+    rows = Rows(rows_RD, RowCounts.on_host([6]), None, torch.ones(6), False, None, base, may_overwrite)
     telemetry.reset()
     telemetry.enable()
-    base = torch.randn(5, 2)
     with torch.set_grad_enabled(grad):
-        sum_rows(torch.randn(6, 2), TOKEN_R, 5, base, keep=[base[1:]] if alias else [])
+        y = combine_rows(rows, rows_RD, TOKEN_R, 5)
     telemetry.enable(False)
-    assert telemetry.counters() == {path: 1}
+    assert telemetry.counters() == {path: 1, "weigh.after_experts": 1}
+    assert torch.equal(y, before.index_add(0, TOKEN_R, rows_RD))
+    assert torch.equal(base, y if path == "scatter.in_place" else before)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spurline.comm.local import local
+from spurline.comm.gradients import local
 from spurline.moe import Router
 
 

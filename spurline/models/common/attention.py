@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spurline.comm.local import local
+from spurline.comm.gradients import local
 from spurline.models.common.cache import LayerCache, attend_to_past
 from spurline.models.common.decoder_config import YarnConfig
 from spurline.models.common.init import INIT_STD

@@ -5,7 +5,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from spurline.comm.local import local
+from spurline.comm.gradients import local
 from spurline.models.common.init import INIT_STD, fill_truncated_normal
 from spurline.ops.skinny_matmul import linear
 from spurline.parallel.tensor import TensorParallel

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import Function, once_differentiable
 
-from spurline.comm.local import local
+from spurline.comm.gradients import local
 
 
 class RMSNorm(nn.Module):

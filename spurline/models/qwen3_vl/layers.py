@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spurline.comm.local import local
+from spurline.comm.gradients import local
 from spurline.models.common.init import INIT_STD, fill_truncated_normal
 from spurline.models.common.linear import Linear
 

@@ -4,8 +4,15 @@ P ranks, E experts of which e live on each rank, T tokens on this rank, K expert
 this rank, R rows that reach it. Expert number i lives on rank i // e.
 
 With expert tensor parallelism, the hidden width of an expert is cut into parts that live on different ranks. A part is
-an expert like any other here: it gets the rows of its expert, and what the parts return adds up to the expert's output.
+an expert like any other here: it gets the rows of its expert, and the outputs of the parts add up to the expert's.
+
+Which exchange and which permutation a plan has is decided here, from numbers that the whole group knows.
 """
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,17 +20,65 @@ from torch.distributed import ProcessGroup
 
 from spurline.comm.collectives import all_gather_counts
 from spurline.moe.config import MoEConfig
-from spurline.moe.dispatch.exchange import EqualSplitExchange, UnevenExchange
-from spurline.moe.dispatch.permute import SegmentPermutation, UniformPermutation
-from spurline.moe.dispatch.plan import Plan, Step
-from spurline.moe.dispatch.rows import gather_weights
-from spurline.moe.dispatch.traffic import Traffic, forced_counts, forced_order, forced_traffic, read_on_host
-from spurline.moe.router import Routing
-from spurline.moe.telemetry import count
+from spurline.moe.dispatch.combine import combine_rows
+from spurline.moe.dispatch.exchange import EqualSplitExchange, Exchange, UnevenExchange
+from spurline.moe.dispatch.permute import Permutation, SegmentPermutation, UniformPermutation
+from spurline.moe.dispatch.traffic import Traffic, counts_of_parts, forced_counts, forced_order
+from spurline.moe.routing import Routing
+from spurline.moe.rows import Arrival, RowCounts, Rows
+from spurline.moe.telemetry import counted
+from spurline.ops.rows import gather_rows
+
+MOST_FORCED_ROUTES = 8
+"""Batch shapes whose forced-balance route is kept."""
+
+
+@dataclass(frozen=True)
+class Route:
+    """The part of a plan that does not depend on weights: forced balance keeps it from step to step."""
+
+    slot_S: Tensor
+    """The token-slots (t * K + k) in the order in which rows leave: expert after expert."""
+    counts: RowCounts
+    exchange: Exchange
+    permutation: Permutation
+
+
+@dataclass(frozen=True)
+class ExchangePlan:
+    """Rows leave their tokens, travel to the ranks of their experts, and are put in the order of experts there."""
+
+    token_S: Tensor
+    weight_S: Tensor
+    num_tokens: int
+    weigh_before: bool
+    route: Route
+
+    def dispatch(self, x_TD: Tensor) -> Rows:
+        """Starts the exchange; the rows are waited for when experts ask for them."""
+        rows = Rows(gather_rows(x_TD, self.token_S), self.route.counts, None, self.weight_S, self.weigh_before)
+        rows_SD = rows.weigh(rows.x) if self.weigh_before else rows.x
+        arrival = PermutedArrival(self.route.exchange.start(rows_SD), self.route.permutation)
+        return Rows(rows_SD, rows.counts, None, self.weight_S, self.weigh_before, arrival)
+
+    def combine(self, rows: Rows) -> Tensor:
+        rows_SD = self.route.exchange.inverse(self.route.permutation.inverse(rows.x))
+        return combine_rows(rows, rows_SD, self.token_S, self.num_tokens)
+
+
+@dataclass(frozen=True)
+class PermutedArrival:
+    """Rows on their way, to be put in the order of experts when they are there."""
+
+    arrival: Arrival
+    permutation: Permutation
+
+    def wait(self) -> Tensor:
+        return self.permutation.forward(self.arrival.wait())
 
 
 class AllToAllDispatcher:
-    """Plans for one MoE layer whose experts are spread over `group`."""
+    """Plans for one MoE layer whose experts are sharded over `group`."""
 
     def __init__(
         self,
@@ -34,59 +89,88 @@ class AllToAllDispatcher:
         parts_per_expert: int = 1,
         same_num_tokens: bool = True,
     ) -> None:
-        """The ranks of group hold experts in order; with parts, the ranks of one expert's parts follow each other.
+        """The ranks of group hold experts in order; with parts, the ranks of one expert's parts are neighbors.
 
-        same_num_tokens: whether every rank brings as many tokens, unless `plan` is told otherwise.
+        same_num_tokens: whether every rank has the same number of tokens, unless `plan` is told otherwise.
         """
         self.config = config
         self.group = group
         self.rank, self.size = group.rank(), group.size()
         self.parts_per_expert = parts_per_expert
-        self.num_experts = config.num_experts * parts_per_expert
         self.same_num_tokens = same_num_tokens
-        self.label = layer if config.check_exchange else ""
-        self._forced_orders: dict[tuple[int, torch.device], Tensor] = {}
+        self.layer = layer
+        self._forced_routes: dict[tuple[object, ...], Route] = {}
 
-    def plan(self, routing: Routing, num_tokens_P: list[int] | None = None) -> Plan:
+    def plan(self, routing: Routing, num_tokens_P: list[int] | None = None) -> ExchangePlan:
         """num_tokens_P: the tokens of each rank, where they may differ; forced balance builds on it."""
         if self.parts_per_expert > 1:
             routing = route_to_parts(routing, self.size // self.parts_per_expert, self.parts_per_expert)
         T, K = routing.expert_TK.shape
-        if self._is_known_in_advance(num_tokens_P):
-            count("plan.forced_balance")
-            num_rows_P = [num_tokens * K for num_tokens in num_tokens_P or [T] * self.size]
-            slot_S = self._forced_order(routing.count_E, T * K)
-            count_PE = forced_counts(num_rows_P, self.num_experts, routing.count_E.device)
-            traffic = forced_traffic(num_rows_P, self.num_experts, self.rank)
-        else:
-            slot_S = torch.argsort(routing.expert_TK.flatten(), stable=True)
-            count_PE = all_gather_counts(routing.count_E, self.group)
-            if torch.compiler.is_compiling():
-                traffic = Traffic.traced(count_PE, self.rank)
-            else:
-                traffic = Traffic.of_counts(read_on_host(count_PE), self.rank)
-        self._refuse_unequal_counts_for_bmm(traffic)
-        return Plan(
-            token_S=slot_S // K,
-            weight_S=gather_weights(routing.weight_TK, slot_S),
+        is_forced = self.config.force_load_balance and (self.same_num_tokens or num_tokens_P is not None)
+        route = self._forced_route(routing, num_tokens_P) if is_forced else self._route(routing)
+        return ExchangePlan(
+            token_S=route.slot_S // K,
+            weight_S=routing.weight_TK.flatten().index_select(0, route.slot_S),
             num_tokens=T,
-            score_before_experts=self.config.score_before_experts,
-            rows_per_expert=self._rows_per_expert(traffic, count_PE),
-            steps=(self._choose_exchange(traffic, count_PE, T * K), self._choose_permutation(traffic, count_PE)),
+            weigh_before=self.config.score_before_experts,
+            route=route,
         )
 
-    def _is_known_in_advance(self, num_tokens_P: list[int] | None) -> bool:
-        """Forced balance, with token counts that all ranks know; parts of experts are not numbered as it needs."""
-        if not self.config.force_load_balance or self.parts_per_expert > 1:
-            return False
-        return self.same_num_tokens or num_tokens_P is not None
+    def _route(self, routing: Routing) -> Route:
+        """Counts are all-gathered (a few kilobytes), so that every rank takes the same decisions."""
+        slot_S = torch.argsort(routing.expert_TK.flatten(), stable=True)
+        count_PE = all_gather_counts(routing.count_E, self.group)
+        return self._choose(slot_S, count_PE, Traffic.of_counts(count_PE, self.rank), self._check())
 
-    def _choose_exchange(self, traffic: Traffic, count_PE: Tensor, num_sent: int) -> Step:
+    @counted("plan.forced_balance")
+    def _forced_route(self, routing: Routing, num_tokens_P: list[int] | None) -> Route:
+        """With forced balance all numbers follow from the token counts: nobody is asked, and no device is read."""
+        T = routing.expert_TK.shape[0]
+        num_tokens = num_tokens_P or [T] * self.size
+        if num_tokens[self.rank] != T:
+            raise ValueError(f"{self.layer}: rank {self.rank} has {T} tokens, not {num_tokens[self.rank]} as expected")
+        if torch.compiler.is_compiling():
+            return self._make_forced_route(routing, num_tokens, num_tokens_P is None)
+        key = (*num_tokens, routing.count_E.device)
+        if key not in self._forced_routes:
+            if len(self._forced_routes) >= MOST_FORCED_ROUTES:
+                self._forced_routes.clear()
+            self._forced_routes[key] = self._make_forced_route(routing, num_tokens, num_tokens_P is None)
+        return self._forced_routes[key]
+
+    def _make_forced_route(self, routing: Routing, num_tokens_P: list[int], is_assumed: bool) -> Route:
+        parts, K = self.parts_per_expert, routing.expert_TK.shape[1] // self.parts_per_expert
+        num_rows_P = [num_tokens * K for num_tokens in num_tokens_P]
+        count_PE = forced_counts(num_rows_P, self.config.num_experts, routing.count_E.device)
+        if parts > 1:
+            count_PE = counts_of_parts(count_PE, self.size // parts, parts)
+            slot_S = torch.argsort(routing.expert_TK.flatten(), stable=True)
+        else:
+            slot_S = forced_order(routing.count_E, routing.expert_TK.numel())
+        e = count_PE.shape[1] // self.size
+        count_e = count_PE[:, self.rank * e : (self.rank + 1) * e].sum(0)
+        traffic = Traffic.forced(num_rows_P, count_e, self.config.num_experts, self.rank, parts)
+        return self._choose(slot_S, count_PE, traffic, self._check(is_assumed))
+
+    def _check(self, is_assumed: bool = False) -> str:
+        """What the ranks compare with each exchange: splits that rest on an assumption, where a mismatch aborts."""
+        return "rows" if self.config.check_exchange else "splits" if is_assumed else ""
+
+    def _choose(self, slot_S: Tensor, count_PE: Tensor, traffic: Traffic, check: str) -> Route:
         """Decided from numbers that are the same on every rank, or the exchange would hang."""
+        e = count_PE.shape[1] // self.size
+        count_Pe = count_PE[:, self.rank * e : (self.rank + 1) * e]
+        return Route(
+            slot_S=slot_S,
+            counts=RowCounts(traffic.count_e, traffic.host_count_e, traffic.expert_range),
+            exchange=self._choose_exchange(traffic, count_PE, slot_S.shape[0], check),
+            permutation=self._choose_permutation(traffic, count_Pe),
+        )
+
+    def _choose_exchange(self, traffic: Traffic, count_PE: Tensor, num_sent: int, check: str) -> Exchange:
+        label = self.layer if check == "rows" else _FORCED_BALANCE.format(self.layer) if check else ""
         if not self._splits_equally(traffic):
-            return UnevenExchange(
-                traffic.send_P, traffic.receive_P, num_sent, traffic.num_received, self.group, self.label
-            )
+            return UnevenExchange(traffic.splits_2P, num_sent, traffic.num_received, self.group, label, check)
         split_PP = count_PE.unflatten(1, (self.size, -1)).sum(-1)
         return EqualSplitExchange.make(
             traffic.largest_split,
@@ -95,68 +179,54 @@ class AllToAllDispatcher:
             num_sent,
             traffic.num_received,
             self.group,
-            self.label,
+            label,
+            check,
         )
 
     def _splits_equally(self, traffic: Traffic) -> bool:
         mode = self.config.equal_split
-        # A graph can't branch on numbers it doesn't have yet, so only a forced equal split is traced.
-        if mode != "adaptive" or torch.compiler.is_compiling():
+        if mode != "adaptive":
             return mode == "forced"
-        num_padded = traffic.largest_split * self.size**2
-        return num_padded - traffic.num_rows <= self.config.equal_split_threshold * traffic.num_rows
+        if traffic.num_rows is None:  # tracing: a graph can't branch on numbers that it does not have yet
+            _say_that_adaptive_is_off()
+            return False
+        num_padding = traffic.largest_split * self.size**2 - traffic.num_rows
+        return num_padding <= self.config.equal_split_threshold * traffic.num_rows
 
-    def _choose_permutation(self, traffic: Traffic, count_PE: Tensor) -> Step:
-        mine = self._my_experts()
-        if traffic.count_PE is not None:
-            lengths = {length for count_E in traffic.count_PE for length in count_E[mine]}
-            if len(lengths) == 1 and lengths != {0}:
-                return UniformPermutation.make(self.size, mine.stop - mine.start)
-        return SegmentPermutation.make(count_PE[:, mine], traffic.num_received)
+    def _choose_permutation(self, traffic: Traffic, count_Pe: Tensor) -> Permutation:
+        if traffic.segment_range is not None and traffic.segment_range[0] == traffic.segment_range[1] > 0:
+            return UniformPermutation(self.size, count_Pe.shape[1])
+        return SegmentPermutation.make(count_Pe, traffic.num_received)
 
-    def _rows_per_expert(self, traffic: Traffic, count_PE: Tensor) -> Tensor | list[int]:
-        mine = self._my_experts()
-        if traffic.count_PE is None:
-            return count_PE[:, mine].sum(0)
-        return [sum(rows) for rows in zip(*(count_E[mine] for count_E in traffic.count_PE), strict=True)]
 
-    def _my_experts(self) -> slice:
-        experts_per_rank = self.num_experts // self.size
-        return slice(self.rank * experts_per_rank, (self.rank + 1) * experts_per_rank)
+_FORCED_BALANCE = (
+    "{}: force_load_balance takes it that every rank has the same number of tokens, and they do not (pass"
+    " same_num_tokens=False to parallelize_moe)"
+)
+_said: set[str] = set()
 
-    def _forced_order(self, count_E: Tensor, num_rows: int) -> Tensor:
-        if torch.compiler.is_compiling():
-            return forced_order(count_E, num_rows)
-        key = (num_rows, count_E.device)
-        if key not in self._forced_orders:
-            self._forced_orders.clear()  # one batch shape at a time
-            self._forced_orders[key] = forced_order(count_E, num_rows)
-        return self._forced_orders[key]
 
-    def _refuse_unequal_counts_for_bmm(self, traffic: Traffic) -> None:
-        """Told here, where every rank knows: a rank that found out by itself would leave the others waiting."""
-        if self.config.experts_backend != "bmm" or traffic.count_PE is None:
-            return
-        rows_E = [sum(rows) for rows in zip(*traffic.count_PE, strict=True)]
-        if len(set(rows_E)) > 1:
-            raise ValueError(
-                f"experts_backend 'bmm' needs the same number of rows for every expert, but they get {min(rows_E)} to"
-                f" {max(rows_E)}: choose 'loop' or 'auto'"
-            )
+@torch.compiler.assume_constant_result
+def _say_that_adaptive_is_off() -> bool:
+    """Runs once, while a graph is traced."""
+    if "adaptive" not in _said:
+        _said.add("adaptive")
+        warnings.warn(
+            "moe.equal_split 'adaptive' chooses by row counts, which a compiled block does not know when it is traced:"
+            " compiled blocks exchange rows unpadded. Use 'forced' to pad them",
+            stacklevel=2,
+        )
+    return True
 
 
 def route_to_parts(routing: Routing, num_owners: int, parts: int) -> Routing:
-    """The routing of rows to the parts of their experts: K * parts visits a token, E * parts experts.
-
-    An owner is a run of `parts` ranks that share e experts; part p of all of them lives on its p-th rank.
-    """
+    """The routing of rows to the parts of their experts: K * parts visits a token, E * parts experts."""
     e = routing.count_E.shape[0] // num_owners
     part_p = torch.arange(parts, device=routing.expert_TK.device)
     expert_TK1 = routing.expert_TK.unsqueeze(-1)
     expert_TKp = (expert_TK1 // e * parts + part_p) * e + expert_TK1 % e
-    count_OpE = routing.count_E.view(num_owners, 1, e).expand(-1, parts, -1)
     return Routing(
         expert_TK=expert_TKp.flatten(1),
         weight_TK=routing.weight_TK.repeat_interleave(parts, dim=1),
-        count_E=count_OpE.flatten(),
+        count_E=counts_of_parts(routing.count_E[None], num_owners, parts)[0],
     )

@@ -1,27 +1,53 @@
-"""Dispatch on one device: rows are sorted by expert, and summed back by token."""
+"""Dispatch on one device: rows stay among their tokens, sorted by expert.
+
+T tokens, K experts per token, S = T*K rows, D width.
+"""
+
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from spurline.moe.config import MoEConfig
 from spurline.moe.dispatch.all_to_all import AllToAllDispatcher
-from spurline.moe.dispatch.plan import ExpertRanks, Plan
-from spurline.moe.dispatch.rows import gather_weights, host_counts
-from spurline.moe.router import Routing
+from spurline.moe.dispatch.combine import combine_rows
+from spurline.moe.dispatch.plan import ExpertRanks
+from spurline.moe.routing import Routing
+from spurline.moe.rows import RowCounts, Rows
+
+
+@dataclass(frozen=True)
+class LocalPlan:
+    token_S: Tensor
+    """The token of each row, expert after expert."""
+    weight_S: Tensor
+    num_tokens: int
+    weigh_before: bool
+    counts: RowCounts
+
+    def dispatch(self, x_TD: Tensor) -> Rows:
+        return Rows(x_TD, self.counts, self.token_S, self.weight_S, self.weigh_before)
+
+    def combine(self, rows: Rows) -> Tensor:
+        return rows.x if rows.is_combined else combine_rows(rows, rows.x, self.token_S, self.num_tokens)
 
 
 class LocalDispatcher:
     def __init__(self, config: MoEConfig) -> None:
         self.config = config
 
-    def plan(self, routing: Routing, num_tokens_P: list[int] | None = None) -> Plan:
+    def plan(self, routing: Routing, num_tokens_P: list[int] | None = None) -> LocalPlan:
         T, K = routing.expert_TK.shape
         slot_S = torch.argsort(routing.expert_TK.flatten(), stable=True)
-        return Plan(
+        host_E = routing.host_count_E
+        if host_E is None and routing.count_E.device.type == "cpu" and not torch.compiler.is_compiling():
+            host_E = routing.count_E.tolist()
+        return LocalPlan(
             token_S=slot_S // K,
-            weight_S=gather_weights(routing.weight_TK, slot_S),
+            weight_S=routing.weight_TK.flatten().index_select(0, slot_S),
             num_tokens=T,
-            score_before_experts=self.config.score_before_experts,
-            rows_per_expert=host_counts(routing),
+            weigh_before=self.config.score_before_experts,
+            counts=RowCounts(routing.count_E, host_E),
         )
 
     def across(self, ranks: ExpertRanks) -> AllToAllDispatcher:

@@ -5,12 +5,21 @@ expert after expert: a segment is what one rank sends to one expert.
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from spurline.moe.telemetry import count
+from spurline.moe.telemetry import counted
 from spurline.ops.rows import permute_rows
+
+
+class Permutation(Protocol):
+    """(R, D) -> (R, D): `forward` to the order of experts, `inverse` back."""
+
+    def forward(self, rows_RD: Tensor) -> Tensor: ...
+
+    def inverse(self, rows_RD: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -22,12 +31,12 @@ class SegmentPermutation:
 
     @staticmethod
     def make(count_Pe: Tensor, num_rows: int) -> "SegmentPermutation":
-        count("permute.segments")
         start_Pe = starts_of(count_Pe.flatten()).view_as(count_Pe)
         index_R = index_of_segments(start_Pe.t().flatten(), count_Pe.t().flatten(), num_rows)
         inverse_R = torch.empty_like(index_R).scatter_(0, index_R, torch.arange(num_rows, device=index_R.device))
         return SegmentPermutation(index_R, inverse_R)
 
+    @counted("permute.segments")
     def forward(self, rows_RD: Tensor) -> Tensor:
         return permute_rows(rows_RD, self.index_R, self.inverse_R)
 
@@ -42,11 +51,7 @@ class UniformPermutation:
     num_ranks: int
     num_experts: int
 
-    @staticmethod
-    def make(num_ranks: int, num_experts: int) -> "UniformPermutation":
-        count("permute.uniform")
-        return UniformPermutation(num_ranks, num_experts)
-
+    @counted("permute.uniform")
     def forward(self, rows_RD: Tensor) -> Tensor:
         return _swap(rows_RD, self.num_ranks, self.num_experts)
 

@@ -1,88 +1,104 @@
 """Who sends how many rows to whom: the numbers that the host needs for a plan across ranks.
 
-P ranks, E experts of which e live on each rank.
+P ranks, E experts of which e live on each rank. Sums over the (P, E) matrix of counts are taken where it lies, on the
+device; the host reads 2P + e + 7 numbers in one copy.
 """
 
+from __future__ import annotations
+
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from spurline.moe.telemetry import count
+from spurline.moe.telemetry import counted
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Host integers; while tracing, symbols."""
-
-    send_P: list[int]
-    """Rows that this rank sends to each rank."""
-    receive_P: list[int]
-    """Rows that this rank receives from each rank."""
+    splits_2P: Tensor
+    """Rows that this rank sends to each rank and receives from each; int64 on the host."""
     num_received: int
+    """A symbol of its own while tracing, so that sizes are one symbol and not a sum over a list of them."""
     largest_split: int
     """The most rows that any rank of the group sends to any rank."""
-    num_rows: int
+    count_e: Tensor
+    """Rows of each expert on this rank, where they were counted."""
+    host_count_e: list[int] | None = None
+    """The same on the host; this and what follows is None while tracing, where a graph could not branch on it."""
+    num_rows: int | None = None
     """Rows of the whole group."""
-    count_PE: list[list[int]] | None = None
-    """Rows from each rank to each expert; None while tracing, where P*E symbols would be too many."""
+    segment_range: tuple[int, int] | None = None
+    """The fewest and most rows that any rank sends to any expert of this rank."""
+    expert_range: tuple[int, int] | None = None
+    """The fewest and most rows of any expert of the group."""
 
     @staticmethod
-    def of_counts(count_PE: list[list[int]], rank: int) -> "Traffic":
-        """From the whole group's counts."""
-        P = len(count_PE)
-        e = len(count_PE[0]) // P
-        split_PP = [[sum(count_E[q * e : (q + 1) * e]) for q in range(P)] for count_E in count_PE]
-        return Traffic.of_splits(split_PP, rank, count_PE)
+    def of_counts(count_PE: Tensor, rank: int) -> Traffic:
+        """From the rows of each rank for each expert: one copy to the host."""
+        P, E = count_PE.shape
+        e = E // P
+        split_PP = count_PE.unflatten(1, (P, e)).sum(-1)
+        count_Pe, count_E = count_PE[:, rank * e : (rank + 1) * e], count_PE.sum(0)
+        send_P, receive_P, count_e = split_PP[rank], split_PP[:, rank], count_E[rank * e : (rank + 1) * e]
+        totals = [receive_P.sum(), split_PP.max(), split_PP.sum()]
+        ranges = [count_Pe.min(), count_Pe.max(), count_E.min(), count_E.max()]
+        numbers = torch.cat([send_P, receive_P, torch.stack(totals + ranges), count_e])
+        if torch.compiler.is_compiling():
+            host = numbers.cpu()
+            num_received, largest_split = host[2 * P].item(), host[2 * P + 1].item()
+            torch._check(num_received >= 0)
+            torch._check(largest_split >= 0)
+            return Traffic(host[: 2 * P].view(2, P), num_received, largest_split, count_e)  # type: ignore[arg-type]
+        read = Traffic.read_on_host(numbers)
+        received, largest, total, *bounds = read[2 * P : 2 * P + 7]
+        segment_range, expert_range = (bounds[0], bounds[1]), (bounds[2], bounds[3])
+        splits_2P = torch.tensor(read[: 2 * P]).view(2, P)
+        return Traffic(splits_2P, received, largest, count_e, read[2 * P + 7 :], total, segment_range, expert_range)
 
     @staticmethod
-    def of_splits(split_PP: list[list[int]], rank: int, count_PE: list[list[int]] | None = None) -> "Traffic":
-        """From the rows of each rank (first dim) for each rank (second dim)."""
-        receive_P = [split_P[rank] for split_P in split_PP]
-        return Traffic(
-            send_P=split_PP[rank],
-            receive_P=receive_P,
-            num_received=sum(receive_P),
-            largest_split=max(max(split_P) for split_P in split_PP),
-            num_rows=sum(sum(split_P) for split_P in split_PP),
-            count_PE=count_PE,
-        )
+    @counted("plan.host_reads")
+    def read_on_host(numbers: Tensor) -> list[int]:
+        """The one place where a plan waits for a device."""
+        return numbers.tolist()
 
     @staticmethod
-    def traced(count_PE: Tensor, rank: int) -> "Traffic":
-        """From counts on a device while tracing: every number becomes a symbol.
+    def forced(num_rows_P: list[int], count_e: Tensor, num_experts: int, rank: int, parts: int = 1) -> Traffic:
+        """With forced balance: all numbers follow from the rows of each rank, and nobody is asked.
 
-        The total is a symbol of its own, so that sizes are one symbol and not a sum over a list of them.
+        With parts, a run of `parts` ranks shares e experts, and each of them gets all rows of those.
         """
-        P = count_PE.shape[0]
-        split_PP = count_PE.unflatten(1, (P, -1)).sum(-1)
-        send_P, receive_P = split_PP[rank], split_PP[:, rank]
-        totals = torch.stack([receive_P.sum(), split_PP.max(), split_PP.sum()])
-        numbers = read_on_host(torch.cat([send_P, receive_P, totals]))
-        for number in numbers:
-            torch._check(number >= 0)
-        return Traffic(numbers[:P], numbers[P : 2 * P], *numbers[2 * P :])
-
-
-def read_on_host(numbers: Tensor) -> list:
-    """The one place where a plan waits for a device."""
-    count("plan.host_reads")
-    return numbers.tolist()
+        P, E = len(num_rows_P), num_experts
+        e = E * parts // P
+        mine = range(rank // parts * e, rank // parts * e + e)
+        send_P = [forced_rows(num_rows_P[rank], E, q // parts * e, q // parts * e + e) for q in range(P)]
+        receive_P = [forced_rows(num_rows, E, mine.start, mine.stop) for num_rows in num_rows_P]
+        splits_2P = torch.tensor([send_P, receive_P])
+        # The first experts get most rows, and the first rank has them.
+        largest_split = max(forced_rows(num_rows, E, 0, e) for num_rows in num_rows_P)
+        if torch.compiler.is_compiling():
+            return Traffic(splits_2P, sum(receive_P), largest_split, count_e)
+        ranks_with = Counter(num_rows_P)
+        host_count_e = [sum(many * forced_rows(n, E, i, i + 1) for n, many in ranks_with.items()) for i in mine]
+        fewest, most = (sum(many * forced_rows(n, E, i, i + 1) for n, many in ranks_with.items()) for i in (E - 1, 0))
+        segments = [forced_rows(n, E, i, i + 1) for n in ranks_with for i in (mine.start, mine.stop - 1)]
+        return Traffic(
+            splits_2P=splits_2P,
+            num_received=sum(receive_P),
+            largest_split=largest_split,
+            count_e=count_e,
+            host_count_e=host_count_e,
+            num_rows=sum(num_rows_P) * parts,
+            segment_range=(min(segments), max(segments)),
+            expert_range=(fewest, most),
+        )
 
 
 def forced_rows(num_rows: int, num_experts: int, first: int, last: int) -> int:
     """How many of the numbers below num_rows fall on experts first..last-1, when number i falls on i % num_experts."""
     whole_rounds, rest = num_rows // num_experts, num_rows % num_experts
     return whole_rounds * (last - first) + max(0, min(rest, last) - first)
-
-
-def forced_traffic(num_rows_P: list[int], num_experts: int, rank: int) -> Traffic:
-    """Forced balance: all numbers follow from the rows of each rank, so nobody has to be asked."""
-    E, P = num_experts, len(num_rows_P)
-    if not torch.compiler.is_compiling():
-        return Traffic.of_counts([[forced_rows(n, E, i, i + 1) for i in range(E)] for n in num_rows_P], rank)
-    e = E // P
-    return Traffic.of_splits([[forced_rows(n, E, q * e, (q + 1) * e) for q in range(P)] for n in num_rows_P], rank)
 
 
 def forced_counts(num_rows_P: list[int], num_experts: int, device: torch.device) -> Tensor:
@@ -100,3 +116,12 @@ def forced_order(count_E: Tensor, num_rows: int) -> Tensor:
     first_row_E = count_E.cumsum(0) - count_E
     shift_S = torch.repeat_interleave(expert_E - first_row_E * count_E.shape[0], count_E, output_size=num_rows)
     return shift_S + torch.arange(num_rows, device=count_E.device) * count_E.shape[0]
+
+
+def counts_of_parts(count_PE: Tensor, num_owners: int, parts: int) -> Tensor:
+    """(P, E) -> (P, E * parts): rows for the parts of experts, each of which gets the rows of its expert.
+
+    An owner is a run of `parts` ranks that share e experts; part p of all of them lives on its p-th rank.
+    """
+    P, E = count_PE.shape
+    return count_PE.view(P, num_owners, 1, E // num_owners).expand(-1, -1, parts, -1).flatten(1)

@@ -1,12 +1,14 @@
 """Expert weights laid out for batched matmuls, kept between calls while gradients are off.
 
-e experts, c rows per expert, D width, F hidden width.
+e experts, D width, F hidden width.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from spurline.moe.telemetry import counted
 
 _optimizer_steps = 0
 
@@ -24,40 +26,44 @@ class FusedWeights:
     """`cat(w1, w3)` and the transposed w2 as contiguous copies, made anew whenever a weight may have changed.
 
     An entry is valid for one storage, version, shape, dtype and device of each weight and until the next optimizer step
-    anywhere. Edits through `.data` leave no trace in PyTorch: call `clear()` after those.
+    anywhere. Of a DTensor both its own version and that of its local part count: edits raise one or the other. Edits
+    through `.data` leave no trace in PyTorch: call `clear()` after those.
     """
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
-        self._key: tuple[object, ...] | None = None
+        self.key: tuple[object, ...] | None = None
         self._sources: tuple[Tensor, ...] = ()
-        self._w13_eDX: Tensor | None = None
-        self._w2_eFD: Tensor | None = None
+        self._fused: tuple[Tensor, Tensor] | None = None
 
-    @staticmethod
-    def can_hold(*weights: Tensor) -> bool:
-        """Tensors made in inference mode have no version, so edits of them could not be noticed."""
-        return not any(w.is_inference() for w in weights)
-
-    def swiglu(self, rows_RD: Tensor, num_rows: int, w1_eFD: Tensor, w3_eFD: Tensor, w2_eDF: Tensor) -> Tensor:
-        """(R, D), with num_rows rows for every expert -> (R, D), in two batched matmuls."""
-        w13_eDX, w2_eFD = self._get(rows_RD.dtype, w1_eFD, w3_eFD, w2_eDF)
-        gate_ecF, up_ecF = (rows_RD.reshape(-1, num_rows, rows_RD.shape[1]) @ w13_eDX).chunk(2, dim=-1)
-        return ((F.silu(gate_ecF) * up_ecF) @ w2_eFD).flatten(0, 1)
-
-    def _get(self, dtype: torch.dtype, w1_eFD: Tensor, w3_eFD: Tensor, w2_eDF: Tensor) -> tuple[Tensor, Tensor]:
-        weights = (w1_eFD, w3_eFD, w2_eDF)
+    def get(self, dtype: torch.dtype, *weights: Tensor) -> tuple[Tensor, Tensor]:
+        """The weights w1, w3 and w2 as (e, D, 2F) and (e, F, D) in dtype; from the cache if they are unchanged."""
         key = (dtype, _optimizer_steps, *(_identity(w) for w in weights))
-        if self._key != key or self._w13_eDX is None or self._w2_eFD is None:
-            self.clear()
-            self._w13_eDX = torch.cat([w1_eFD, w3_eFD], dim=1).to(dtype).transpose(1, 2).contiguous()
-            self._w2_eFD = w2_eDF.to(dtype).transpose(1, 2).contiguous()
-            # Holding the sources keeps their memory from being handed to other tensors at the same address.
-            self._key, self._sources = key, tuple(w.detach() for w in weights)
-        return self._w13_eDX, self._w2_eFD
+        return self._hit() if self.key == key and self._fused is not None else self._miss(key, dtype, weights)
+
+    @counted("fused_weights.hits")
+    def _hit(self) -> tuple[Tensor, Tensor]:
+        assert self._fused is not None
+        return self._fused
+
+    @counted("fused_weights.misses")
+    def _miss(self, key: tuple[object, ...], dtype: torch.dtype, weights: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        self.clear()
+        w1_eFD, w3_eFD, w2_eDF = (_part(w).detach() for w in weights)
+        w13_eDX = torch.cat([w1_eFD, w3_eFD], dim=1).to(dtype).transpose(1, 2).contiguous()
+        self._fused = w13_eDX, w2_eDF.to(dtype).transpose(1, 2).contiguous()
+        # Holding the sources keeps their memory from being handed to other tensors at the same address.
+        self.key, self._sources = key, (w1_eFD, w3_eFD, w2_eDF)
+        return self._fused
 
 
-def _identity(w: Tensor) -> tuple[object, ...]:
-    return (w.data_ptr(), w.storage_offset(), w.stride(), w._version, w.shape, w.dtype, w.device)
+def _part(weight: Tensor) -> Tensor:
+    return weight._local_tensor if isinstance(weight, DTensor) else weight
+
+
+def _identity(weight: Tensor) -> tuple[object, ...]:
+    w = _part(weight)
+    versions = weight._version, w._version
+    return (w.data_ptr(), w.storage_offset(), w.stride(), versions, w.shape, w.dtype, w.device)

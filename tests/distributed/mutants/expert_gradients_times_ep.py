@@ -4,7 +4,7 @@ import multiprocessing
 
 if multiprocessing.parent_process() is not None:  # on ranks only
     import spurline.moe.experts
-    from spurline.comm.local import local
+    from spurline.comm.gradients import local
 
     def local_with_scaled_gradient(weight):
         part = local(weight)

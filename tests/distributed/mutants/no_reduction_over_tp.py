@@ -3,6 +3,6 @@
 import multiprocessing
 
 if multiprocessing.parent_process() is not None:  # on ranks only
-    import spurline.comm.local
+    import spurline.comm.gradients
 
-    spurline.comm.local.copy_to_group = lambda x, group: x
+    spurline.comm.gradients.copy_to_group = lambda x, group: x

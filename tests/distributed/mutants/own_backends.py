@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from spurline.moe.experts import register_experts_backend
+from spurline.moe import register_experts_backend
 
 
 def right(rows_RD, w1_eFD, w3_eFD, w2_eDF, rows_per_expert):

@@ -1,0 +1,153 @@
+"""The all-to-all of rows: started, waited for later, in the backward pass as in the forward pass.
+
+P ranks, S rows that leave this rank, R rows that reach it. `splits_2P` (int64, on the host) holds the rows that this
+rank sends to each rank and receives from each; None means equal parts. Splits travel as a tensor, not as a list, so
+that a traced graph has one symbol for the output size instead of one for every rank.
+
+Started in the forward pass, an exchange is in flight until `wait()`; in the backward pass its mirror is in flight from
+the gradient of `wait()` until the gradient of the start, so whatever ran in between overlaps in both directions:
+autograd runs nodes in the reverse order of their creation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import Function
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from spurline.comm.collectives import group_size
+from spurline.comm.conservation import check_rows, check_splits
+
+_ops = torch.ops._c10d_functional
+_all_to_all, _wait = _ops.all_to_all_single, _ops.wait_tensor
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """Rows on their way between ranks; `wait()` returns what this rank receives, (R, ..)."""
+
+    sent: Tensor
+    """What autograd returns the gradient to."""
+    started: Tensor
+    splits_2P: Tensor | None
+    group_name: str
+    label: str
+    check: str
+
+    def wait(self) -> Tensor:
+        if not self.group_name:
+            return self.sent
+        return _Finish.apply(self.sent, self.started, self.splits_2P, self.group_name, self.label, self.check)
+
+
+def start_exchange(
+    rows_SD: Tensor,
+    splits_2P: Tensor | None,
+    group: dist.ProcessGroup,
+    output_size: int | None = None,
+    label: str = "",
+    check: str = "",
+) -> InFlight:
+    """Start to send splits_2P[0, i] rows to rank i and to receive splits_2P[1, i] from it, in rank order.
+
+    Pass output_size = R where it is known: traced, it is then one symbol. `label` names the caller in errors. `check`
+    is "" (none), "splits" (compare the ranks' splits first; only where a mismatch would abort the process, that is on
+    gloo) or "rows" (compare splits and checksums of all rows; such an exchange is complete when it returns).
+    """
+    size = group_size(group)
+    if splits_2P is None and rows_SD.size(0) % size:
+        raise ValueError(
+            f"start_exchange: {rows_SD.size(0)} rows can't be split equally over {size} ranks: pass splits_2P"
+        )
+    if size == 1:
+        return InFlight(rows_SD, rows_SD, None, "", label, check)
+    if output_size is None:
+        output_size = rows_SD.size(0) if splits_2P is None else int(splits_2P[1].sum())
+    rows_SD = _Begin.apply(rows_SD)
+    started = _start(rows_SD.detach(), splits_2P, output_size, group.group_name, label, check)
+    return InFlight(rows_SD, started, splits_2P, group.group_name, label, check)
+
+
+def exchange_rows(
+    rows_SD: Tensor,
+    splits_2P: Tensor | None,
+    group: dist.ProcessGroup,
+    output_size: int | None = None,
+    label: str = "",
+    check: str = "",
+) -> Tensor:
+    """`start_exchange` and `wait` in one: (S, ..) -> (R, ..). Mirror: the exchange with the splits swapped."""
+    return start_exchange(rows_SD, splits_2P, group, output_size, label, check).wait()
+
+
+class _Begin(Function):
+    """The identity; in the backward pass, the place where the mirrored exchange is waited for."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_SD: Tensor) -> Tensor:
+        return rows_SD.view_as(rows_SD)
+
+    @staticmethod
+    def backward(ctx: Any, grad_SD: Tensor) -> Tensor:
+        return grad_SD if _is_differentiated_again() else _wait(grad_SD)
+
+
+class _Finish(Function):
+    """Waits for the exchange; in the backward pass, starts the mirrored one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, sent_SD: Tensor, started: Tensor, splits_2P: Tensor | None, group_name: str, label: str, check: str
+    ) -> Tensor:
+        ctx.save_for_backward(splits_2P)
+        ctx.num_sent, ctx.group_name, ctx.check = sent_SD.shape[0], group_name, check
+        ctx.label = f"gradient of {label}" if label else ""
+        return _wait(started)
+
+    @staticmethod
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
+        (splits_2P,) = ctx.saved_tensors
+        mirrored_2P = None if splits_2P is None else splits_2P.flip(0)
+        if _is_differentiated_again():
+            group = _resolve_process_group(ctx.group_name)
+            grad_SD = exchange_rows(grad_RD, mirrored_2P, group, ctx.num_sent, ctx.label, ctx.check)
+        else:
+            grad_SD = _start(grad_RD, mirrored_2P, ctx.num_sent, ctx.group_name, ctx.label, ctx.check)
+            # Anomaly detection reads every gradient as soon as it is returned.
+            if not torch.compiler.is_compiling() and torch.is_anomaly_enabled():
+                grad_SD = _wait(grad_SD)
+        return grad_SD, *[None] * 5
+
+
+def _is_differentiated_again() -> bool:
+    """Whether a backward pass is itself recorded (create_graph=True)."""
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+# A registered op: only so can its result have a size that is known before it runs.
+@torch.library.custom_op("spurline::start_exchange", mutates_args=())
+def _start(
+    rows_SD: Tensor, splits_2P: Tensor | None, output_size: int, group_name: str, label: str, check: str
+) -> Tensor:
+    group = _resolve_process_group(group_name)  # type: ignore[arg-type]
+    rows_SD = rows_SD.contiguous()
+    if splits_2P is None:
+        send_P = receive_P = [rows_SD.size(0) // group.size()] * group.size()
+    else:
+        send_P, receive_P = splits_2P.tolist()
+    if check == "rows" or (check == "splits" and dist.get_backend(group) == "gloo"):
+        check_splits(send_P, receive_P, group, label)
+    received_RD = _all_to_all(rows_SD, receive_P, send_P, group_name)
+    if check == "rows":
+        check_rows(rows_SD, _wait(received_RD), send_P, receive_P, group, label)
+    return received_RD
+
+
+@_start.register_fake
+def _(rows_SD: Tensor, splits_2P: Tensor | None, output_size: int, group_name: str, label: str, check: str) -> Tensor:
+    return rows_SD.new_empty(output_size, *rows_SD.shape[1:])

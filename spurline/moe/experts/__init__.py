@@ -1,0 +1,1 @@
+"""Experts: weights, their layout, and a formula; one file a kind."""

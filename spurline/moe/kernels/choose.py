@@ -1,0 +1,106 @@
+"""Which kernel runs for which rows, and why: the one place that decides.
+
+Every kernel says what it is worth (`Kernel.suits`); `auto` takes the best, a name takes that one or says why it can't.
+Inside the CPU kernel, `chunk_product` says how one chunk of rows is multiplied.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from spurline.moe.kernels.kernel import FunctionKernel, Kernel, Verdict, Work
+from spurline.moe.registry import KERNELS
+from spurline.ops.skinny_matmul import LARGE, most_skinny_rows
+from spurline.registry import resolve
+
+MANY_PARTS = 8
+"""Experts in a chunk from which on one grouped product is faster than one product each."""
+
+
+_made: dict[str, tuple[object, Kernel]] = {}
+
+
+def kernel_named(name: str) -> Kernel:
+    """The kernel that is registered under a name: one object for all layers."""
+    if name in _made and _made[name][0] is KERNELS.get(name):
+        return _made[name][1]
+    part = resolve("experts_backend", name, KERNELS)
+    kernel = part() if isinstance(part, type) and issubclass(part, Kernel) else part
+    if not isinstance(kernel, Kernel):
+        kernel = FunctionKernel(kernel)
+    kernel.name = name
+    _made[name] = KERNELS[name], kernel
+    return kernel
+
+
+def load_kernels() -> None:
+    """Import all kernels now, so that nothing is imported while a graph is traced."""
+    for name in OURS:
+        kernel_named(name)
+
+
+def choose_kernel(work: Work, wanted: str = "auto") -> Kernel:
+    """The kernel for this work: the best one, or the one that is wanted; a ValueError if it can't do it."""
+    if torch.compiler.is_compiling():
+        return _choose.__wrapped__(work, wanted)
+    return _choose(work, wanted)
+
+
+@lru_cache(maxsize=4096)
+def _choose(work: Work, wanted: str) -> Kernel:
+    if wanted == "auto":
+        best, highest = None, -1
+        for name in OURS:
+            score = kernel_named(name).suits(work).score
+            if score > highest:
+                best, highest = kernel_named(name), score
+        assert best is not None
+        return best
+    kernel = kernel_named(wanted)
+    verdict = kernel.suits(work)
+    if not verdict.score:
+        raise ValueError(f"experts_backend {wanted!r} {verdict.why}: choose 'loop' or 'auto'")
+    return kernel
+
+
+OURS = tuple(KERNELS)
+"""The kernels that `auto` chooses from."""
+
+
+def verdicts(work: Work) -> dict[str, Verdict]:
+    """What each kernel says of this work, the chosen one first."""
+    found = {name: kernel_named(name).suits(work) for name in OURS}
+    return dict(sorted(found.items(), key=lambda item: -item[1].score))
+
+
+def grouped_mm_takes(dtype: torch.dtype, *widths: int) -> bool:
+    """Whether PyTorch's grouped matmul multiplies rows of this dtype and these widths (multiples of 16 bytes)."""
+    is_known = dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return is_known and math.gcd(*widths) * dtype.itemsize % 16 == 0
+
+
+def chunk_product(w_eIO: Tensor, dtype: torch.dtype) -> tuple[int, bool]:
+    """How chunks are multiplied with these matrices, in this dtype.
+
+    Up to how many rows an expert's product is a skinny one (`ops/skinny_matmul.py`; 0: never), and whether the matrices
+    lie so that PyTorch's grouped matmul may multiply all experts of a chunk (see `is_skinny` and `is_grouped`).
+    """
+    is_large = w_eIO.shape[1] * w_eIO.shape[2] >= LARGE
+    skinny_rows = most_skinny_rows(w_eIO[0].t(), dtype) if is_large and w_eIO.shape[0] else 0
+    is_dense = w_eIO.is_contiguous() or w_eIO.mT.is_contiguous()
+    return skinny_rows, w_eIO.dtype == dtype and is_dense
+
+
+def is_skinny(sizes: Sequence[int], skinny_rows: int) -> bool:
+    """Whether at least half of the experts of a chunk have no more rows than a skinny product takes."""
+    return 2 * sum(size <= skinny_rows for size in sizes) >= len(sizes)
+
+
+def is_grouped(sizes: Sequence[int]) -> bool:
+    """Whether a chunk has so many experts that one call should multiply them all."""
+    return len(sizes) >= MANY_PARTS
