@@ -1,16 +1,16 @@
-"""The dense feed-forward of a block."""
+"""The dense feed-forward layer of a block."""
 
 from typing import ClassVar
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spurline.models.common.init import INIT_STD
 from spurline.models.common.linear import Linear
+from spurline.ops.swiglu import swiglu
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: w2(silu(w1 x) * w3 x), (..., dim) -> (..., dim)."""
+    """SwiGLU feed-forward, w2(silu(w1 x) * w3 x): (..., dim) -> (..., dim)."""
 
     tensor_parallel_dims: ClassVar = {"w1.weight": 0, "w3.weight": 0, "w2.weight": 1}
 
@@ -21,4 +21,4 @@ class FeedForward(nn.Module):
         self.w2 = Linear(hidden_dim, dim, std=output_std)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+        return self.w2(swiglu(self.w1(x), self.w3(x)))
