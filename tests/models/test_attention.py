@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from spurline.models.common.attention import LatentAttention
+from spurline.models.common.context import BlockContext
 from spurline.models.common.decoder_config import YarnConfig
 from spurline.models.common.init import initialize
 from spurline.models.common.rope import rope_frequencies, rope_tables
@@ -84,7 +85,7 @@ def test_equals_the_plain_definition_in_forward_and_every_gradient(q_lora_rank, 
     upstream_BLD = torch.randn(2, 6, DIM, generator=generator)
     inputs = [x_BLD, *attention.parameters()]
 
-    out_BLD = attention(x_BLD, rope_tables(torch.arange(6), ROPE, THETA, yarn))
+    out_BLD = attention(x_BLD, BlockContext(rope_tables(torch.arange(6), ROPE, THETA, yarn)))
     expected_BLD = torch.stack([reference_attention(attention, x_LD, yarn) for x_LD in x_BLD])
     torch.testing.assert_close(out_BLD, expected_BLD, rtol=1e-4, atol=1e-5)
     gradients = torch.autograd.grad(out_BLD, inputs, upstream_BLD)
@@ -96,7 +97,7 @@ def test_equals_the_plain_definition_in_forward_and_every_gradient(q_lora_rank, 
 
 def test_shifting_all_positions_changes_nothing_and_stretching_them_does():
     def attended(positions_L: Tensor) -> Tensor:
-        return attention(x_BLD, rope_tables(positions_L, ROPE, THETA))
+        return attention(x_BLD, BlockContext(rope_tables(positions_L, ROPE, THETA)))
 
     attention = make_attention(7, YarnConfig())
     x_BLD = torch.randn(2, 6, DIM, generator=torch.Generator().manual_seed(0))

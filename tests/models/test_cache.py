@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from spurline.config import Compile, Parallelism
 from spurline.models.agpt.configs import AGPTConfig
-from spurline.models.common.cache import Cache
+from spurline.models.common.cache import KVCache
 from spurline.models.common.decoder import Decoder
 from spurline.models.common.decoder_config import YarnConfig
 from spurline.models.common.generate import generate, window_start
@@ -92,23 +92,23 @@ def test_reading_in_pieces_equals_reading_at_once(model, steps):
     """Also for rows with padding in front, whose own tokens see nothing of it."""
     tokens_BL = torch.randint(VOCAB, (3, 12), generator=torch.Generator().manual_seed(0))
     padding = [0, 4, 2]
-    cache = Cache(3, 12, torch.tensor(padding))
-    pieces = [model.hidden(piece_BL, cache) for piece_BL in tokens_BL.split(steps, dim=1)]
+    cache = KVCache(3, 12, torch.tensor(padding))
+    pieces = [model.last_hidden_state(piece_BL, cache) for piece_BL in tokens_BL.split(steps, dim=1)]
     in_pieces_BLD = torch.cat(pieces, dim=1)
     for row, num in enumerate(padding):
-        alone_LD = model.hidden(tokens_BL[row : row + 1, num:])[0]
+        alone_LD = model.last_hidden_state(tokens_BL[row : row + 1, num:])[0]
         torch.testing.assert_close(in_pieces_BLD[row, num:], alone_LD, rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()
 def test_only_the_last_of_the_tokens_is_scored_with_a_cache(model):
     tokens_BL = torch.randint(VOCAB, (2, 7), generator=torch.Generator().manual_seed(0))
-    cache = Cache(3, 9)
+    cache = KVCache(3, 9)
     torch.testing.assert_close(model(tokens_BL, cache), model(tokens_BL)[:, -1:], rtol=1e-4, atol=1e-4)
 
 
 def test_rows_without_padding_need_no_mask_but_for_several_tokens_with_a_past():
-    cache, cpu = Cache(1, 10, torch.tensor([0, 0])), torch.device("cpu")
+    cache, cpu = KVCache(1, 10, torch.tensor([0, 0])), torch.device("cpu")
     assert cache.advance(4, cpu).tolist() == [0, 1, 2, 3]
     assert cache.mask_B1LS is None
     assert cache.advance(1, cpu).tolist() == [4]
@@ -118,7 +118,7 @@ def test_rows_without_padding_need_no_mask_but_for_several_tokens_with_a_past():
 
 
 def test_positions_of_a_padded_row_count_from_its_first_token_which_sees_no_padding():
-    cache, cpu = Cache(1, 10, torch.tensor([0, 2])), torch.device("cpu")
+    cache, cpu = KVCache(1, 10, torch.tensor([0, 2])), torch.device("cpu")
     assert cache.advance(4, cpu).tolist() == [[0, 1, 2, 3], [0, 0, 0, 1]]
     assert cache.mask_B1LS[1, 0, 2:].tolist() == [[False, False, True, False], [False, False, True, True]]
     assert cache.mask_B1LS[:, 0].any(dim=-1).all()  # padding sees itself: a softmax over nothing is not a number
@@ -138,9 +138,9 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
-def caches_of(model: Decoder, num_tokens: int, num_slots: int) -> Iterator[Cache]:
+def caches_of(model: Decoder, num_tokens: int, num_slots: int) -> Iterator[KVCache]:
     for B in (1, 3):
-        cache = Cache(3, num_slots)
+        cache = KVCache(3, num_slots)
         model(torch.zeros(B, num_tokens, dtype=torch.int64), cache)
         yield cache
 
@@ -199,10 +199,10 @@ def test_experts_with_equal_rows_are_served_from_packed_weights():
 def test_bfloat16_stays_close_with_a_cache(model):
     model.compute_dtype = torch.bfloat16
     tokens_BL = torch.randint(VOCAB, (2, 12), generator=torch.Generator().manual_seed(0))
-    cache = Cache(3, 12)
-    pieces = [model.hidden(piece_BL, cache) for piece_BL in tokens_BL.split((11, 1), dim=1)]
+    cache = KVCache(3, 12)
+    pieces = [model.last_hidden_state(piece_BL, cache) for piece_BL in tokens_BL.split((11, 1), dim=1)]
     assert pieces[-1].dtype == torch.bfloat16
-    in_pieces_BD, at_once_BD = pieces[-1][:, 0].float(), model.hidden(tokens_BL)[:, -1].float()
+    in_pieces_BD, at_once_BD = pieces[-1][:, 0].float(), model.last_hidden_state(tokens_BL)[:, -1].float()
     assert (in_pieces_BD - at_once_BD).norm() / at_once_BD.norm() < 0.05
 
 

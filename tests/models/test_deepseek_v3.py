@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from spurline.models import family_configs
+from spurline.models.common.context import BlockContext
 from spurline.models.common.init import initialize
 from spurline.testing.equivalence import relative_error
 from spurline.train.loss import IGNORE_INDEX, cross_entropy_sum
@@ -64,11 +65,11 @@ def test_first_blocks_are_dense_and_the_others_have_experts(small_config):
 @pytest.mark.parametrize("layer", ["0", "2"], ids=["dense", "moe"])
 def test_block_adds_each_branch_to_the_residual_stream(small_config, layer):
     model = built(small_config(), scale=5)
-    block, rope = model.layers[layer], model.rope(torch.arange(5))
+    block, context = model.layers[layer], BlockContext(model.rope(torch.arange(5)))
     x_BLD = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0))
-    middle_BLD = x_BLD + block.attention(block.attention_norm(x_BLD), rope)
+    middle_BLD = x_BLD + block.attention(block.attention_norm(x_BLD), context)
     expected_BLD = middle_BLD + (block.feed_forward or block.moe)(block.ffn_norm(middle_BLD))
-    torch.testing.assert_close(block(x_BLD, rope), expected_BLD)
+    torch.testing.assert_close(block(x_BLD, context), expected_BLD)
 
 
 def test_state_dict_has_readable_names_and_no_tables(small_config):
@@ -156,8 +157,8 @@ def test_block_compiles_in_one_graph_and_equals_eager(small_config, layer):
     for length in (8, 11, 5):
         x_BLD = torch.randn(2, length, 32, generator=torch.Generator().manual_seed(length), requires_grad=True)
         inputs = [x_BLD, *block.parameters()]
-        rope = model.rope(torch.arange(length))
-        expected_BLD, out_BLD = block(x_BLD, rope), compiled(x_BLD, rope)
+        context = BlockContext(model.rope(torch.arange(length)))
+        expected_BLD, out_BLD = block(x_BLD, context), compiled(x_BLD, context)
         torch.testing.assert_close(out_BLD, expected_BLD)
         expected = torch.autograd.grad(expected_BLD.square().sum(), inputs)
         for one, other in zip(torch.autograd.grad(out_BLD.square().sum(), inputs), expected, strict=True):
@@ -170,9 +171,9 @@ def test_forced_balance_reaches_the_moe_layers(small_config):
     )
 
 
-@pytest.mark.parametrize("most_logits", [1, 5 * 264, 1 << 26])
-def test_loss_by_chunks_equals_the_loss_of_all_logits(monkeypatch, most_logits: int) -> None:
-    monkeypatch.setattr("spurline.models.common.decoder.MOST_LOGITS", most_logits)
+@pytest.mark.parametrize("max_logits", [1, 5 * 264, 1 << 26])
+def test_loss_by_chunks_equals_the_loss_of_all_logits(monkeypatch, max_logits: int) -> None:
+    monkeypatch.setattr("spurline.models.common.loss.MAX_LOGITS", max_logits)
     config = family_configs("deepseek_v3")["deepseek_v3_debugmodel"]().model
     model, whole = built(config), built(config)
     tokens_BL, labels_BL = random_tokens(config, 2, 3, 7)
@@ -190,4 +191,4 @@ def test_loss_by_chunks_equals_the_loss_of_all_logits(monkeypatch, most_logits: 
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
     for name, parameter in model.named_parameters():
         assert relative_error(parameter.grad, whole.get_parameter(name).grad) < 1e-5, name
-    assert max(largest) <= max(most_logits, 264)
+    assert max(largest) <= max(max_logits, 264)

@@ -15,7 +15,7 @@ from spurline.config import Data
 from spurline.data import open_data
 from spurline.models.agpt.configs import AGPTConfig
 from spurline.models.common.init import initialize
-from spurline.models.common.mask import mask_of_documents
+from spurline.models.common.mask import document_mask
 from spurline.models.deepseek_v3.configs import DeepSeekV3Config
 from spurline.models.qwen3.configs import Qwen3MoEConfig
 from spurline.models.qwen3_vl.configs import qwen3_vl_debugmodel_moe
@@ -113,7 +113,7 @@ def test_prediction_modules_do_not_look_into_the_document_before() -> None:
 
 
 def test_mask_lets_a_position_see_its_document_up_to_itself() -> None:
-    mask_B1LL = mask_of_documents(torch.tensor([[0, 0, 1], [0, 1, 2]]))
+    mask_B1LL = document_mask(torch.tensor([[0, 0, 1], [0, 1, 2]]))
     assert mask_B1LL.int().tolist() == [
         [[[1, 0, 0], [1, 1, 0], [0, 0, 1]]],
         [[[1, 0, 0], [0, 1, 0], [0, 0, 1]]],

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from spurline.models.common.context import BlockContext
 from spurline.models.common.decoder_config import GroupedQueryConfig, YarnConfig
 from spurline.models.common.grouped_query import GroupedQueryAttention
 from spurline.models.common.init import initialize
@@ -77,7 +78,7 @@ def test_equals_the_plain_definition_in_forward_and_every_gradient(qk_norm, yarn
     upstream_BLD = torch.randn(2, 6, 12, generator=generator)
     inputs = [x_BLD, *attention.parameters()]
 
-    out_BLD = attention(x_BLD, rope_tables(torch.arange(6), WIDTH, THETA, yarn))
+    out_BLD = attention(x_BLD, BlockContext(rope_tables(torch.arange(6), WIDTH, THETA, yarn)))
     expected_BLD = torch.stack([reference_attention(attention, x_LD, yarn) for x_LD in x_BLD])
     torch.testing.assert_close(out_BLD, expected_BLD, rtol=1e-4, atol=1e-5)
     gradients = torch.autograd.grad(out_BLD, inputs, upstream_BLD)
@@ -90,6 +91,6 @@ def test_equals_the_plain_definition_in_forward_and_every_gradient(qk_norm, yarn
 def test_keeps_no_matrix_of_positions_by_positions():
     attention, saved = make_attention(True, YarnConfig()), []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.shape) or x, lambda x: x):
-        attention(torch.randn(1, 37, 12), rope_tables(torch.arange(37), WIDTH, THETA)).sum().backward()
+        attention(torch.randn(1, 37, 12), BlockContext(rope_tables(torch.arange(37), WIDTH, THETA))).sum().backward()
     assert saved
     assert not [shape for shape in saved if tuple(shape[-2:]) == (37, 37)]

@@ -18,6 +18,7 @@ from spurline.hf.accounting import account
 from spurline.hf.exporting import export_run
 from spurline.hf.folder import find_tensors, read_json
 from spurline.hf.importing import read_slot
+from spurline.models.common.context import BlockContext
 from spurline.models.common.init import initialize
 from spurline.models.deepseek_v3.configs import DeepSeekV3Config, deepseek_v3_671b
 from spurline.models.deepseek_v3.hf import V3, architecture_for
@@ -76,7 +77,7 @@ def loss_in_loops(model: DeepSeekV3, tokens_BL: Tensor, labels_BL: Tensor) -> Te
     weights = dict(model.named_parameters())
     total = torch.zeros((), dtype=torch.float64)
     for tokens, labels in zip(tokens_BL, labels_BL, strict=True):
-        hidden = list(model.hidden(tokens.unsqueeze(0))[0])
+        hidden = list(model.last_hidden_state(tokens.unsqueeze(0))[0])
         for i, label in enumerate(labels.tolist()):
             if label != IGNORE_INDEX:
                 total = total - (weights["output.weight"] @ hidden[i]).log_softmax(-1)[label]
@@ -89,8 +90,8 @@ def loss_in_loops(model: DeepSeekV3, tokens_BL: Tensor, labels_BL: Tensor) -> Te
                     rms(hidden[i], weights[f"mtp.{k - 1}.hnorm.weight"]),
                 )
                 inputs.append(weights[f"mtp.{k - 1}.eh_proj.weight"] @ torch.cat(parts))
-            rope = model.rope(torch.arange(len(inputs)))
-            out_1LD = model.mtp[str(k - 1)].block(torch.stack(inputs).unsqueeze(0), rope, len(inputs))
+            context = BlockContext(model.rope(torch.arange(len(inputs))))
+            out_1LD = model.mtp[str(k - 1)].block(torch.stack(inputs).unsqueeze(0), context)
             hidden = [rms(out_D, weights[f"mtp.{k - 1}.norm.weight"]) for out_D in out_1LD[0]]
             for i, out_D in enumerate(hidden):
                 if (label := int(labels[i + k])) != IGNORE_INDEX:

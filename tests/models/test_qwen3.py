@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from spurline.models.common.context import BlockContext
 from spurline.models.common.init import initialize
 from spurline.models.qwen3.configs import Qwen3Config, Qwen3MoEConfig
 from spurline.moe.config import MoEConfig
@@ -95,8 +96,8 @@ def test_block_compiles_in_one_graph_and_equals_eager():
     for length in (8, 11):
         x_BLD = torch.randn(2, length, 32, generator=torch.Generator().manual_seed(length), requires_grad=True)
         inputs = [x_BLD, *block.parameters()]
-        rope = model.rope(torch.arange(length))
-        expected_BLD, out_BLD = block(x_BLD, rope), compiled(x_BLD, rope)
+        context = BlockContext(model.rope(torch.arange(length)))
+        expected_BLD, out_BLD = block(x_BLD, context), compiled(x_BLD, context)
         torch.testing.assert_close(out_BLD, expected_BLD)
         expected = torch.autograd.grad(expected_BLD.square().sum(), inputs)
         for one, other in zip(torch.autograd.grad(out_BLD.square().sum(), inputs), expected, strict=True):

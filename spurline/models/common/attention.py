@@ -1,7 +1,7 @@
 """Multi-head latent attention (MLA): keys and values of all heads come from one narrow latent per token.
 
 Shapes: B batch rows, L positions, D model width, H heads, C latent rank, N head width without position,
-R head width with rotary position, Q = N + R, V head width of the value; S positions of past and present, X = C + R.
+R head width with rotary position, Q = N + R, V head width of the value; S positions of the KV cache, X = C + R.
 """
 
 import torch
@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spurline.comm.gradients import local
-from spurline.models.common.cache import LayerCache, attend_to_past
+from spurline.models.common.cache import LayerKVCache, attend_to_past
+from spurline.models.common.context import BlockContext
 from spurline.models.common.decoder_config import YarnConfig
 from spurline.models.common.init import INIT_STD
 from spurline.models.common.linear import Linear
@@ -21,7 +22,7 @@ class LatentAttention(nn.Module):
     """Causal multi-head latent attention: (B, L, D) -> (B, L, D).
 
     A head's query and key have two parts: one from the latents, without position, and one that is rotated by position.
-    The rotated key is computed once and shared by all heads. That key and the latent are all that a cache keeps.
+    The rotated key is computed once and shared by all heads. That key and the latent are all that the KV cache holds.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class LatentAttention(nn.Module):
         self.q_lora_rank = q_lora_rank
         self.kv_lora_rank = kv_lora_rank
         self.qk_nope_head_dim = qk_nope_head_dim
-        self.qk_rope_head_dim = self.rope_dim = qk_rope_head_dim
+        self.qk_rope_head_dim = qk_rope_head_dim
         self.qk_head_dim = qk_nope_head_dim + qk_rope_head_dim
         self.v_head_dim = v_head_dim
         self.softmax_scale = self.qk_head_dim**-0.5 * (yarn or YarnConfig()).softmax_scale
@@ -57,17 +58,15 @@ class LatentAttention(nn.Module):
         self.kv_norm = RMSNorm(kv_lora_rank, norm_eps)
         self.wkv_b = Linear(kv_lora_rank, num_heads * (qk_nope_head_dim + v_head_dim))
         self.wo = Linear(num_heads * v_head_dim, dim, std=output_std)
-        # By heads; what comes before them is the same for all.
+        # Split by heads; the projections to the latents are replicated.
         per_head_query = "wq_b.weight" if q_lora_rank else "wq.weight"
         self.tensor_parallel_dims = {per_head_query: 0, "wkv_b.weight": 0, "wo.weight": 1}
 
-    def forward(
-        self, x_BLD: Tensor, rope: Rope, cache: LayerCache | None = None, mask_B1LL: Tensor | None = None
-    ) -> Tensor:
-        q_BLHN, q_BLHR = self._queries(x_BLD, rope)
-        latent_BLC, k_BLR = self._latents(x_BLD, rope)
+    def forward(self, x_BLD: Tensor, context: BlockContext) -> Tensor:
+        q_BLHN, q_BLHR = self._queries(x_BLD, context.rope)
+        latent_BLC, k_BLR = self._latents(x_BLD, context.rope)
         queries = q_BLHN.transpose(1, 2), q_BLHR.transpose(1, 2)
-        out_BHLV = self._attend(*queries, latent_BLC, k_BLR, cache, mask_B1LL)
+        out_BHLV = self._attend(*queries, latent_BLC, k_BLR, context.cache, context.mask_B1LL)
         return self.wo(out_BHLV.transpose(1, 2).flatten(2))
 
     def _attend(
@@ -76,7 +75,7 @@ class LatentAttention(nn.Module):
         q_BHLR: Tensor,
         latent_BLC: Tensor,
         k_BLR: Tensor,
-        cache: LayerCache | None,
+        cache: LayerKVCache | None,
         mask_B1LS: Tensor | None,
     ) -> Tensor:
         if cache is not None:
@@ -102,7 +101,7 @@ class LatentAttention(nn.Module):
         return q_BLHN, apply_rope(q_BLHR, *rope)
 
     def _latents(self, x_BLD: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
-        """What keys and values are made of, and the rotated key of all heads: (B, L, D) -> (B, L, C), (B, L, R)."""
+        """The latent of keys and values, and the rotated key of all heads: (B, L, D) -> (B, L, C), (B, L, R)."""
         latent_BLC, k_BLR = self.wkv_a(x_BLD).split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
         return self.kv_norm(latent_BLC), apply_rope(k_BLR.unsqueeze(2), *rope).squeeze(2)
 
@@ -114,14 +113,14 @@ class LatentAttention(nn.Module):
         return torch.cat([k_BLHN, k_BLHR], dim=-1), v_BLHV
 
     def _attend_to_latents(self, q_BHLN: Tensor, q_BHLR: Tensor, past_BSX: Tensor, mask_B1LS: Tensor | None) -> Tensor:
-        """The same attention without keys and values of the past: each head's matrices go to its query and its output.
+        """Attention to the cached latents, with the key and value projections absorbed into query and output.
 
-        q . (W_k c) is (W_k^T q) . c, and a weighted sum of W_v c is W_v times the sum of c: -> (B, H, L, V).
+        q . (W_k c) is (W_k^T q) . c, and a weighted sum of W_v c is W_v times the weighted sum of c: -> (B, H, L, V).
         """
         weight_HFC = local(self.wkv_b.weight).to(q_BHLN.dtype).unflatten(0, (q_BHLN.shape[1], -1))
         key_HNC, value_HVC = weight_HFC.split([self.qk_nope_head_dim, self.v_head_dim], dim=1)
         q_BHLX = torch.cat([torch.einsum("bhln,hnc->bhlc", q_BHLN, key_HNC), q_BHLR], dim=-1)
-        past_B1SX = past_BSX.unsqueeze(1)  # to all query heads it is one head of keys
+        past_B1SX = past_BSX.unsqueeze(1)  # one head of keys, shared by all query heads
         latent_B1SC = past_B1SX[..., : self.kv_lora_rank]
         sum_BHLC = attend_to_past(q_BHLX, past_B1SX, latent_B1SC, mask_B1LS, self.softmax_scale)
         return torch.einsum("bhlc,hvc->bhlv", sum_BHLC, value_HVC)

@@ -1,7 +1,7 @@
-"""What attention keeps of a text's past, so that each further token costs one position instead of all of them.
+"""The KV cache: what attention keeps of earlier positions, so that a further token costs one position and not all.
 
-B rows of a batch, L positions that the model works on now, S slots up to the last of them, H query heads, G heads of
-keys and values, R width of queries and keys, V width of values.
+B rows of a batch, L positions of this forward pass, S slots up to the last of them, H query heads, G heads of keys and
+values, R width of queries and keys, V width of values.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 
-class Cache:
-    """The past of a batch of texts, in all layers of a model; buffers for num_slots tokens a row are made once.
+class KVCache:
+    """The KV cache of a batch of texts, in all layers of a model, with room for num_slots tokens a row.
 
     All rows fill the same slots: shorter prompts are padded on the left, by padding_B tokens. A row's positions count
-    from its first real token, which sees nothing of the padding before it.
+    from its first real token; real tokens do not attend to the padding. Layers allocate their buffers on first use.
     """
 
     def __init__(self, num_layers: int, num_slots: int, padding_B: Tensor | None = None) -> None:
@@ -22,10 +22,10 @@ class Cache:
         self.padding_B1 = None if padding_B is None or not padding_B.any() else padding_B.unsqueeze(1)
         self.start = self.stop = 0
         self.mask_B1LS: Tensor | None = None
-        self.layers = [LayerCache(self) for _ in range(num_layers)]
+        self.layers = [LayerKVCache(self) for _ in range(num_layers)]
 
     def advance(self, num_tokens: int, device: torch.device) -> Tensor:
-        """Go on to the next num_tokens slots; returns the positions of their tokens, (L,) or (B, L)."""
+        """Move on to the next num_tokens slots; returns the positions of their tokens, (L,) or (B, L)."""
         assert self.stop + num_tokens <= self.num_slots, f"{self.stop} + {num_tokens} tokens in {self.num_slots} slots"
         self.start, self.stop = self.stop, self.stop + num_tokens
         slot_L = torch.arange(self.start, self.stop, device=device)
@@ -33,7 +33,7 @@ class Cache:
         return slot_L if self.padding_B1 is None else (slot_L - self.padding_B1).clamp(min=0)
 
     def _mask(self, slot_L: Tensor) -> Tensor | None:
-        """What each position sees; None where that is all of the past, or follows from the order of a whole text."""
+        """The attention mask of this forward pass; None for a prefill without padding, and for a single token."""
         if self.padding_B1 is None and (self.start == 0 or len(slot_L) == 1):
             return None
         slot_S = torch.arange(self.stop, device=slot_L.device)
@@ -41,29 +41,29 @@ class Cache:
         if self.padding_B1 is None:
             return mask_B1LS
         is_real_B11S = (slot_S >= self.padding_B1)[:, None, None]
-        # Padding sees itself: a softmax over nothing would not be a number.
+        # Padding attends to itself: a softmax over nothing would be NaN.
         return mask_B1LS & is_real_B11S | (slot_S == slot_L.unsqueeze(1))
 
 
-class LayerCache:
-    """One layer's part of a Cache: tensors of that layer's choice, a row of each for every slot."""
+class LayerKVCache:
+    """One layer's part of a KVCache: the tensors that its attention chooses to keep, with a row for every slot."""
 
-    def __init__(self, cache: Cache) -> None:
+    def __init__(self, cache: KVCache) -> None:
         self._cache = cache
         self._buffers: list[Tensor] = []
 
     @property
     def has_past(self) -> bool:
-        """Whether there are tokens before those that the model works on now."""
+        """Whether there are tokens before those of this forward pass: False during prefill."""
         return self._cache.start > 0
 
     @property
     def mask(self) -> Tensor | None:
-        """What each present position sees, (B or 1, 1, L, S); None: all of the past, and what precedes it."""
+        """The attention mask, (B or 1, 1, L, S); None: causal during prefill, else everything is visible."""
         return self._cache.mask_B1LS
 
     def extend(self, *news: Tensor) -> list[Tensor]:
-        """Keep what belongs to the present positions; returns it after all of the past: (.., L, W) -> (.., S, W)."""
+        """Append the present positions; returns past and present together: (.., L, W) -> (.., S, W)."""
         start, stop = self._cache.start, self._cache.stop
         if not self._buffers:
             self._buffers = [new.new_empty(*new.shape[:-2], self._cache.num_slots, new.shape[-1]) for new in news]
@@ -73,7 +73,7 @@ class LayerCache:
 
 
 def attend_to_past(q_BHLR: Tensor, k_BGSR: Tensor, v_BGSV: Tensor, mask_B1LS: Tensor | None, scale: float) -> Tensor:
-    """Attention of a few positions over many, each seeing what the mask says: -> (B, H, L, V).
+    """Attention of a few queries to many keys, under the mask: -> (B, H, L, V).
 
     The query heads that share a head of keys are rows of one product, so that keys and values are read once, in place.
     """
@@ -82,5 +82,5 @@ def attend_to_past(q_BHLR: Tensor, k_BGSR: Tensor, v_BGSV: Tensor, mask_B1LS: Te
     score_BGXS = (q_BHLR * scale).reshape(B, G, H // G * L, -1) @ k_BGSR.transpose(-2, -1)
     if mask_B1LS is not None:
         score_BGXS = score_BGXS.masked_fill(~mask_B1LS.repeat(1, 1, H // G, 1), float("-inf"))
-    share_BGXS = score_BGXS.softmax(dim=-1, dtype=torch.float32).to(v_BGSV.dtype)
-    return (share_BGXS @ v_BGSV).view(B, H, L, -1)
+    probability_BGXS = score_BGXS.softmax(dim=-1, dtype=torch.float32).to(v_BGSV.dtype)
+    return (probability_BGXS @ v_BGSV).view(B, H, L, -1)

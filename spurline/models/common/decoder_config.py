@@ -123,6 +123,11 @@ class DecoderConfig:
         """The model, as an nn.Module."""
         raise NotImplementedError
 
+    @property
+    def rope_dim(self) -> int:
+        """Channels of a head that rotary position embedding rotates."""
+        raise NotImplementedError
+
     def _num_dense(self) -> int:
         """How many blocks have a dense feed-forward."""
         return self.num_layers
@@ -215,6 +220,10 @@ class GroupedQueryConfig(DecoderConfig):
 
     def parallel_facts(self) -> ParallelFacts:
         return replace(super().parallel_facts(), num_kv_heads=self.num_kv_heads)
+
+    @property
+    def rope_dim(self) -> int:
+        return self.head_dim
 
     def _attention_params(self) -> int:
         return 2 * self.dim * (self.num_heads + self.num_kv_heads) * self.head_dim

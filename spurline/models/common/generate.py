@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spurline.models.common.cache import Cache
+from spurline.models.common.cache import KVCache
 from spurline.models.common.decoder import Decoder
 from spurline.models.common.sampling import Sampling
 from spurline.parallel.tensor import TensorParallel
@@ -114,7 +114,7 @@ class _Reader:
         self.device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self.join_vocabulary = getattr(model, "tp", TensorParallel()).join_vocabulary
         self.cached = cached and isinstance(model, Decoder)  # a model of another kind may know nothing of a cache
-        self.cache: Cache | None = None
+        self.cache: KVCache | None = None
 
     def logits(self, texts: list[list[int]]) -> Tensor:
         """What comes after each text: (B, V), float32 on the CPU."""
@@ -140,8 +140,8 @@ class _Reader:
         longest = max(map(len, windows))
         padding = [longest - len(window) for window in windows]
         num_slots = min(longest + self.num_tokens, self.max_context)
-        num_layers = len(self.model.layers)  # type: ignore[arg-type]
-        self.cache = Cache(num_layers, num_slots, self._tensor(padding))
+        assert isinstance(self.model, Decoder)
+        self.cache = KVCache(self.model.config.num_layers, num_slots, self._tensor(padding))
         tokens_BL = self._tensor([[0] * num + window for num, window in zip(padding, windows, strict=True)])
         return self.model(tokens_BL, self.cache)[:, -1]
 

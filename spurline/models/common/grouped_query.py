@@ -8,12 +8,13 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spurline.models.common.cache import LayerCache, attend_to_past
+from spurline.models.common.cache import LayerKVCache, attend_to_past
+from spurline.models.common.context import BlockContext
 from spurline.models.common.decoder_config import GroupedQueryConfig
 from spurline.models.common.init import INIT_STD
 from spurline.models.common.linear import Linear
 from spurline.models.common.norm import RMSNorm
-from spurline.models.common.rope import Rope, apply_rope_halves
+from spurline.models.common.rope import apply_rope_halves
 
 
 class GroupedQueryAttention(nn.Module):
@@ -26,7 +27,7 @@ class GroupedQueryAttention(nn.Module):
 
     def __init__(self, config: GroupedQueryConfig, *, qk_norm: bool = False, output_std: float = INIT_STD) -> None:
         super().__init__()
-        self.head_dim = self.rope_dim = config.head_dim
+        self.head_dim = config.head_dim
         self.softmax_scale = config.head_dim**-0.5 * config.yarn.softmax_scale
 
         self.wq = Linear(config.dim, config.num_heads * config.head_dim)
@@ -36,20 +37,18 @@ class GroupedQueryAttention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if qk_norm else None
 
-    def forward(
-        self, x_BLD: Tensor, rope: Rope, cache: LayerCache | None = None, mask_B1LL: Tensor | None = None
-    ) -> Tensor:
-        # A rank may have only some of the heads: as many as its part of the projection has.
+    def forward(self, x_BLD: Tensor, context: BlockContext) -> Tensor:
+        # Under tensor parallelism a rank has some of the heads: as many as its part of the projection.
         q_BLHR, k_BLGR, v_BLGR = (w(x_BLD).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
         if self.q_norm is not None and self.k_norm is not None:
             q_BLHR, k_BLGR = self.q_norm(q_BLHR), self.k_norm(k_BLGR)
-        q_BHLR = apply_rope_halves(q_BLHR, *rope).transpose(1, 2)
-        k_BGLR = apply_rope_halves(k_BLGR, *rope).transpose(1, 2)
-        out_BHLR = self._attend(q_BHLR, k_BGLR, v_BLGR.transpose(1, 2), cache, mask_B1LL)
+        q_BHLR = apply_rope_halves(q_BLHR, *context.rope).transpose(1, 2)
+        k_BGLR = apply_rope_halves(k_BLGR, *context.rope).transpose(1, 2)
+        out_BHLR = self._attend(q_BHLR, k_BGLR, v_BLGR.transpose(1, 2), context.cache, context.mask_B1LL)
         return self.wo(out_BHLR.transpose(1, 2).flatten(2))
 
     def _attend(
-        self, q_BHLR: Tensor, k_BGLR: Tensor, v_BGLR: Tensor, cache: LayerCache | None, mask_B1LS: Tensor | None
+        self, q_BHLR: Tensor, k_BGLR: Tensor, v_BGLR: Tensor, cache: LayerKVCache | None, mask_B1LS: Tensor | None
     ) -> Tensor:
         if cache is not None:
             k_BGSR, v_BGSR = cache.extend(k_BGLR, v_BGLR)

@@ -55,6 +55,10 @@ class DeepSeekV3Config(SparseDecoderConfig):
 
         return DeepSeekV3(self)
 
+    @property
+    def rope_dim(self) -> int:
+        return self.qk_rope_head_dim
+
     def num_params(self) -> int:
         moe = self.moe_of_layer(self.num_layers - 1)
         return super().num_params() + self._mtp_params(moe.num_params() if moe else None)

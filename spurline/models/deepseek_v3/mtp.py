@@ -1,22 +1,22 @@
-"""Multi-token prediction: modules that look further ahead than the next token, while a model trains.
+"""Multi-token prediction (MTP): modules that learn to predict tokens beyond the next one.
 
-B sequences of L positions, of which this rank has l; D width.
+B sequences of L positions, of which this rank has l; D model width.
 """
 
 import torch
 from torch import Tensor, nn
 
-from spurline.models.common.decoder import DecoderBlock
+from spurline.models.common.block import DecoderBlock
+from spurline.models.common.context import BlockContext
 from spurline.models.common.linear import Linear
 from spurline.models.common.norm import RMSNorm
-from spurline.models.common.rope import Rope
 from spurline.models.deepseek_v3.configs import DeepSeekV3Config
 
 
 class PredictionModule(nn.Module):
-    """What the output head saw at each position, and the next token, to what it sees for one token more.
+    """Hidden states and the embeddings of the tokens ahead -> hidden states that predict one token further.
 
-    (B, l, D) and embeddings (B, l, D) -> (B, l, D). Embedding and output head are those of the model.
+    (B, l, D) and (B, l, D) -> (B, l, D). Embedding and output matrix are those of the model.
     """
 
     def __init__(self, config: DeepSeekV3Config, attention: nn.Module) -> None:
@@ -24,11 +24,9 @@ class PredictionModule(nn.Module):
         self.enorm = RMSNorm(config.dim, config.norm_eps)
         self.hnorm = RMSNorm(config.dim, config.norm_eps)
         self.eh_proj = Linear(2 * config.dim, config.dim)
-        self.block = DecoderBlock(config, config.num_layers - 1, attention)  # one more like the last
+        self.block = DecoderBlock(config, config.num_layers - 1, attention)
         self.norm = RMSNorm(config.dim, config.norm_eps)
 
-    def forward(
-        self, x_BlD: Tensor, embedded_BlD: Tensor, rope: Rope, length: int, mask_B1LL: Tensor | None = None
-    ) -> Tensor:
-        x_BlD = self.eh_proj(torch.cat([self.enorm(embedded_BlD), self.hnorm(x_BlD)], dim=-1))
-        return self.norm(self.block(x_BlD, rope, length, None, mask_B1LL))
+    def forward(self, hidden_BlD: Tensor, embedded_BlD: Tensor, context: BlockContext) -> Tensor:
+        x_BlD = self.eh_proj(torch.cat([self.enorm(embedded_BlD), self.hnorm(hidden_BlD)], dim=-1))
+        return self.norm(self.block(x_BlD, context))
