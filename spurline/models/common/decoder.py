@@ -3,7 +3,7 @@
 B sequences of L positions, of which this rank has l; D model width, V vocabulary, P pairs of rotary channels.
 """
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,10 @@ from spurline.models.common.loss import LossSum, chunked_loss_sum
 from spurline.models.common.mask import document_mask
 from spurline.models.common.norm import RMSNorm
 from spurline.models.common.rope import Rope, rope_tables
+from spurline.models.common.stage import cut_stage
 from spurline.parallel.tensor import TensorParallel
+
+D = TypeVar("D", bound="Decoder")
 
 
 class Decoder(nn.Module):
@@ -26,7 +29,14 @@ class Decoder(nn.Module):
 
     A family overrides `make_attention(layer)`. Under tensor parallelism, a rank has a part of the positions between
     blocks, and of the vocabulary in the logits.
+
+    `stage(first, end)` is a part of the model for pipeline parallelism: some layers, with the embedding if they are the
+    first and the head if they are the last. What a stage lacks is None.
     """
+
+    embedding: Embedding | None
+    norm: RMSNorm | None
+    output: Linear | None
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -40,8 +50,12 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.dim, config.norm_eps)
         # Tied, the embedding is the output matrix too: one parameter in one place, also where it is split or sharded.
         self.output = None if config.tied_embeddings else Linear(config.dim, config.vocab_size)
-        self.tensor_parallel_dims = {} if config.tied_embeddings else {"output.weight": 0}
+        self.is_first_stage = self.is_last_stage = True
         self.tp = TensorParallel()
+
+    @property
+    def tensor_parallel_dims(self) -> dict[str, int]:
+        return {} if self.output is None else {"output.weight": 0}
 
     def make_attention(self, layer: int) -> nn.Module:
         """The attention of block number `layer`, called as attention(x_BLD, context) -> (B, L, D).
@@ -57,14 +71,21 @@ class Decoder(nn.Module):
         cache: KVCache | None = None,
         labels_BL: Tensor | None = None,
         loss_sum: LossSum | None = None,
+        hidden_BlD: Tensor | None = None,
         **extras: Any,
     ) -> Tensor:
         """Logits; with labels, loss_sum(logits, labels) instead, without holding the logits of all positions.
 
         With a KV cache, tokens continue those of the previous call, and only the last position's logits are returned:
         (B, 1, V). Extras are what the family's `block_context` takes besides.
+
+        A pipeline stage takes the same arguments, and from the second stage on the hidden states (B, l, D) that the
+        stage before it returned; all stages but the last return hidden states.
         """
-        hidden_BLD = self.last_hidden_state(tokens_BL, cache, **extras)
+        x_BlD = self.hidden_states(tokens_BL, cache, hidden_BlD, **extras)
+        if not self.is_last_stage:
+            return x_BlD
+        hidden_BLD = self.final_norm(x_BlD, tokens_BL.shape[1])
         if labels_BL is not None and loss_sum is not None:
             return self.loss(hidden_BLD, tokens_BL, labels_BL, loss_sum, **extras)
         return self.logits(hidden_BLD if cache is None else hidden_BLD[:, -1:])
@@ -73,12 +94,24 @@ class Decoder(nn.Module):
         """The hidden states behind the final norm, for all positions: (B, L) -> (B, L, D)."""
         return self.final_norm(self.hidden_states(tokens_BL, cache, **extras), tokens_BL.shape[1])
 
-    def hidden_states(self, tokens_BL: Tensor, cache: KVCache | None = None, **extras: Any) -> Tensor:
-        """The hidden states behind the last block, for this rank's positions: (B, L) -> (B, l, D)."""
-        return self.run_blocks(self.embed(tokens_BL), self.block_context(tokens_BL, cache, **extras), cache)
+    def hidden_states(
+        self, tokens_BL: Tensor, cache: KVCache | None = None, hidden_BlD: Tensor | None = None, **extras: Any
+    ) -> Tensor:
+        """The hidden states behind the last block, for this rank's positions: (B, L) -> (B, l, D).
+
+        From the second pipeline stage on, hidden_BlD are those behind the last block of the stage before.
+        """
+        if (hidden_BlD is None) != self.is_first_stage:
+            this = "this is the first" if self.is_first_stage else "this is another one"
+            raise ValueError(
+                f"{type(self).__name__}: hidden_BlD must be given to every pipeline stage but the first; {this}"
+            )
+        x_BlD = self.embed(tokens_BL) if hidden_BlD is None else hidden_BlD
+        return self.run_blocks(x_BlD, self.block_context(tokens_BL, cache, **extras), cache)
 
     def embed(self, tokens_BL: Tensor) -> Tensor:
         """(B, L) -> (B, l, D), in `compute_dtype`: every module follows the dtype of its input."""
+        assert self.embedding is not None, "this pipeline stage has no embedding"
         return self.embedding(tokens_BL).to(self.compute_dtype)
 
     def block_context(
@@ -105,11 +138,15 @@ class Decoder(nn.Module):
 
     def final_norm(self, x_BlD: Tensor, length: int) -> Tensor:
         """The first half of the head: (B, l, D) -> (B, L, D)."""
+        assert self.norm is not None, "this pipeline stage has no head"
         return self.tp.all_gather_sequence(self.norm(x_BlD), length)
 
     def logits(self, hidden_BLD: Tensor) -> Tensor:
         """The second half of the head (`lm_head` elsewhere): (B, L, D) -> (B, L, V)."""
-        return self.embedding.logits(hidden_BLD) if self.output is None else self.output(hidden_BLD)
+        if self.output is not None:
+            return self.output(hidden_BLD)
+        assert self.embedding is not None, "this pipeline stage has no head"
+        return self.embedding.logits(hidden_BLD)
 
     def loss(
         self, hidden_BLD: Tensor, tokens_BL: Tensor, labels_BL: Tensor, loss_sum: LossSum, **extras: Any
@@ -120,3 +157,32 @@ class Decoder(nn.Module):
     def chunked_loss_sum(self, hidden_BLD: Tensor, labels_BL: Tensor, loss_sum: LossSum) -> Tensor:
         """The summed loss of any hidden states behind a norm, by this model's output matrix."""
         return chunked_loss_sum(hidden_BLD, labels_BL, self.logits, loss_sum, self.config.vocab_size)
+
+    def stage(
+        self: D, first_layer: int, end_layer: int, *, is_first: bool | None = None, is_last: bool | None = None
+    ) -> D:
+        """Layers first_layer to end_layer - 1 as a model of its own: one pipeline stage. Cut before parallelizing.
+
+        The first stage has the embedding and the last one the head: by default, those with the first and the last
+        layer. Say it where the embedding or the head is a stage without layers: stage(0, 0), stage(0, 4,
+        is_first=False). Parameters keep their names, so a stage's state_dict is a part of the whole model's, and
+        `initialize` gives them the same values. A stage shares no memory with this model or with other stages: cut a
+        model that was built on the meta device.
+        """
+        return cut_stage(self, first_layer, end_layer, is_first, is_last)
+
+    def first_stage_modules(self) -> set[str]:
+        """Names of the modules, besides layers, that the first pipeline stage has."""
+        return {"embedding"}
+
+    def last_stage_modules(self) -> set[str]:
+        """Names of the modules, besides layers, that the last pipeline stage has."""
+        return {"norm", "output", "embedding"} if self.config.tied_embeddings else {"norm", "output"}
+
+    def parameters_on_two_stages(self) -> list[str]:
+        """Parameters of which the first and the last pipeline stage each have a copy, such as tied embeddings.
+
+        The copies begin equal. Whoever runs the stages keeps them so, by giving both the sum of their gradients.
+        """
+        both = self.first_stage_modules() & self.last_stage_modules()
+        return [name for name, _ in self.named_parameters() if name.partition(".")[0] in both]

@@ -44,6 +44,10 @@ class DeepSeekV3(Decoder):
             output_std=self.output_std,
         )
 
+    def last_stage_modules(self) -> set[str]:
+        """Prediction modules read the last hidden state, so they need a copy of the embedding on the last stage."""
+        return super().last_stage_modules() | ({"mtp", "embedding"} if self.config.num_mtp_layers else {"mtp"})
+
     def blocks(self) -> list[nn.Module]:
         """What activation checkpointing, compile and FSDP2 apply to, one by one."""
         return [*self.layers.values(), *self.mtp.values()]

@@ -6,7 +6,7 @@ B sequences of L positions, of which this rank has l; D model width; M visual fe
 from __future__ import annotations
 
 from itertools import zip_longest
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,8 @@ from spurline.models.qwen3_vl.configs import Qwen3VLConfig
 from spurline.models.qwen3_vl.geometry import feature_of_position, sequence_positions
 from spurline.models.qwen3_vl.vision import VisionEncoder
 
+V = TypeVar("V", bound="Qwen3VL")
+
 
 class Qwen3VL(Qwen3):
     """Vision-language model: tokens (B, L) and pictures among them -> logits (B, L, vocab_size).
@@ -30,6 +32,7 @@ class Qwen3VL(Qwen3):
     """
 
     config: Qwen3VLConfig
+    vision: VisionEncoder | None
 
     def __init__(self, config: Qwen3VLConfig) -> None:
         super().__init__(config)
@@ -37,24 +40,42 @@ class Qwen3VL(Qwen3):
 
     def blocks(self) -> list[nn.Module]:
         """What activation checkpointing, compile and FSDP2 apply to, one by one."""
-        return [*self.vision.layers.values(), *self.layers.values()]
+        vision = [] if self.vision is None else self.vision.layers.values()
+        return [*vision, *self.layers.values()]
+
+    def first_stage_modules(self) -> set[str]:
+        return super().first_stage_modules() | {"vision"}
+
+    def stage(
+        self: V, first_layer: int, end_layer: int, *, is_first: bool | None = None, is_last: bool | None = None
+    ) -> V:
+        """One pipeline stage. The first has the vision encoder, and all blocks that DeepStack adds features behind."""
+        num_deepstack = len(self.config.vision.deepstack_layers)
+        has_all = first_layer == 0 and end_layer >= num_deepstack and is_first is not False
+        if first_layer < num_deepstack and not has_all:
+            raise ValueError(
+                f"the first stage must have the first {num_deepstack} layers, behind which DeepStack adds the features"
+                f" of the vision encoder: got a stage of layers {first_layer} to {end_layer - 1}"
+            )
+        return super().stage(first_layer, end_layer, is_first=is_first, is_last=is_last)
 
     def hidden_states(
         self,
         tokens_BL: Tensor,
         cache: KVCache | None = None,
+        hidden_BlD: Tensor | None = None,
         *,
         images: Images | None = None,
         **extras: Any,
     ) -> Tensor:
         """(B, L) -> (B, l, D). A KV cache and document ids are for text without pictures."""
-        if images is None:
-            return super().hidden_states(tokens_BL, cache, **extras)
+        if images is None or self.vision is None:
+            return super().hidden_states(tokens_BL, cache, hidden_BlD, images=images, **extras)
         context = self.block_context(tokens_BL, cache, images=images, **extras)
         position_M, feature_M = (
             part.to(tokens_BL.device) for part in self._own_features(images.spots, *tokens_BL.shape)
         )
-        features_MD, deepstack = self._encode(images)
+        features_MD, deepstack = self._encode(self.vision, images)
         x_BlD = self.embed(tokens_BL)
         x_XD = x_BlD.flatten(0, 1).index_copy(0, position_M, features_MD.index_select(0, feature_M))
         x_BlD = x_XD.view_as(x_BlD)
@@ -80,14 +101,14 @@ class Qwen3VL(Qwen3):
         position_ABL = sequence_positions(images.spots, *tokens_BL.shape).to(tokens_BL.device)
         return BlockContext(self._rope_of_axes(position_ABL), tokens_BL.shape[1])
 
-    def _encode(self, images: Images) -> tuple[Tensor, list[Tensor]]:
+    def _encode(self, vision: VisionEncoder, images: Images) -> tuple[Tensor, list[Tensor]]:
         patches_NC, spots = images.patches_NC, images.spots
         if not spots:
             # A rank without pictures still takes part in the collectives of the other ranks' encoders. No feature of
             # this blank picture is used, so the encoder's gradients are zeros.
             spots = (Spot(row=0, start=0, height=2, width=2),)
             patches_NC = patches_NC.new_zeros(spots[0].num_patches, patches_NC.shape[1])
-        return self.vision(patches_NC.to(self.compute_dtype), spots)
+        return vision(patches_NC.to(self.compute_dtype), spots)
 
     def _own_features(self, spots: tuple[Spot, ...], B: int, L: int) -> tuple[Tensor, Tensor]:
         """Which of this rank's B * l positions hold a visual feature, and which feature that is."""
