@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from spurline.config import ParallelFacts
+from spurline.models.common.costs import Cost, ModelCosts, dense_cost
 from spurline.moe.config import MoEConfig
 
 
@@ -106,18 +107,21 @@ class DecoderConfig:
         )
 
     def num_params(self) -> int:
-        """All parameters, embedding and output head included; tied ones are counted once."""
-        return self._params_outside_moe()
+        """All parameters, embedding and output matrix included; tied ones are counted once."""
+        return self.costs(seq_len=0).total().params
 
     def num_active_params(self) -> int:
-        """Those that one token meets: all but the experts it isn't sent to."""
-        return self._params_outside_moe()
+        """Those that one token meets while training: all but the experts that it isn't routed to."""
+        return self.costs(seq_len=0).total().active_params
 
     def flops_per_token(self, seq_len: int) -> int:
-        """Forward and backward: six for each active matrix weight, plus causal attention."""
-        looked_up = 0 if self.tied_embeddings else self.vocab_size * self.dim
-        attention = self.num_layers * self.num_heads * self._key_and_value_dim() * seq_len
-        return 6 * (self.num_active_params() - looked_up) + 3 * attention
+        """Forward and backward: six for each active weight but those of the embedding, plus causal attention."""
+        return self.costs(seq_len).total().flops_per_token
+
+    def costs(self, seq_len: int) -> ModelCosts:
+        """Parameters and FLOPs of the embedding, of each layer and of the head; they add up to those of the model."""
+        layers = tuple(self._layer_cost(layer, seq_len) for layer in range(self.num_layers))
+        return ModelCosts(self._embed_cost(), layers, self._head_cost(seq_len))
 
     def build(self) -> Any:
         """The model, as an nn.Module."""
@@ -132,12 +136,28 @@ class DecoderConfig:
         """How many blocks have a dense feed-forward."""
         return self.num_layers
 
-    def _params_outside_moe(self) -> int:
-        """All parameters but those of MoE layers."""
-        embedding_and_output = (1 if self.tied_embeddings else 2) * self.vocab_size * self.dim
-        blocks = self.num_layers * (self._attention_params() + 2 * self.dim)
-        dense = self._num_dense() * 3 * self.dim * self.dense_hidden_dim
-        return embedding_and_output + blocks + dense + self.dim
+    def _embed_cost(self) -> Cost:
+        """A lookup multiplies nothing."""
+        table = self.vocab_size * self.dim
+        return Cost(table, table, 0)
+
+    def _layer_cost(self, layer: int, seq_len: int) -> Cost:
+        """Attention, feed-forward or experts, and two norms."""
+        attention_flops = 3 * self.num_heads * self._key_and_value_dim() * seq_len
+        attention = dense_cost(self._attention_params() + 2 * self.dim) + Cost(0, 0, attention_flops)
+        moe = self.moe_of_layer(layer)
+        if moe is None:
+            return attention + dense_cost(3 * self.dim * self.dense_hidden_dim)
+        active = moe.num_active_params()
+        return attention + Cost(moe.num_params(), active, 6 * active)
+
+    def _head_cost(self, seq_len: int) -> Cost:
+        """The final norm, and the product with the output matrix; a tied one is counted with the embedding."""
+        params = self.dim + (0 if self.tied_embeddings else self.vocab_size * self.dim)
+        return Cost(params, params, 6 * self.dim + self._output_flops())
+
+    def _output_flops(self) -> int:
+        return 6 * self.vocab_size * self.dim
 
     def _attention_params(self) -> int:
         """The parameters of one layer's attention."""
@@ -184,12 +204,6 @@ class SparseDecoderConfig(DecoderConfig):
     def parallel_facts(self) -> ParallelFacts:
         num_experts = self.moe.num_experts if self._num_moe() else 0
         return replace(super().parallel_facts(), num_experts=num_experts, expert_hidden_dim=self.moe.hidden_dim)
-
-    def num_params(self) -> int:
-        return self._params_outside_moe() + self._num_moe() * self.layer_moe().num_params()
-
-    def num_active_params(self) -> int:
-        return self._params_outside_moe() + self._num_moe() * self.layer_moe().num_active_params()
 
     def _num_dense(self) -> int:
         return self.num_dense_layers

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from spurline.config import LRScheduler, Optimizer, RunConfig, Training
+from spurline.models.common.costs import Cost, dense_cost
 from spurline.models.common.decoder_config import SparseDecoderConfig, YarnConfig, not_positive
 from spurline.models.common.presets import full_size_run
 from spurline.moe.config import MoEConfig
@@ -59,26 +60,11 @@ class DeepSeekV3Config(SparseDecoderConfig):
     def rope_dim(self) -> int:
         return self.qk_rope_head_dim
 
-    def num_params(self) -> int:
-        moe = self.moe_of_layer(self.num_layers - 1)
-        return super().num_params() + self._mtp_params(moe.num_params() if moe else None)
-
-    def num_active_params(self) -> int:
-        """Those that one token meets while training: all but the experts it isn't sent to."""
-        moe = self.moe_of_layer(self.num_layers - 1)
-        return super().num_active_params() + self._mtp_params(moe.num_active_params() if moe else None)
-
-    def flops_per_token(self, seq_len: int) -> int:
-        """Each prediction module has an attention of its own, and the output head once more."""
-        attention = self.num_heads * self._key_and_value_dim() * seq_len
-        again = 6 * self.vocab_size * self.dim + 3 * attention
-        return super().flops_per_token(seq_len) + self.num_mtp_layers * again
-
-    def _mtp_params(self, moe_params: int | None) -> int:
-        """Of all prediction modules: each a block, the matrix before it, and three norms."""
-        feed_forward = 3 * self.dim * self.dense_hidden_dim if moe_params is None else moe_params
-        block = self._attention_params() + 2 * self.dim + feed_forward
-        return self.num_mtp_layers * (block + 2 * self.dim**2 + 3 * self.dim)
+    def _head_cost(self, seq_len: int) -> Cost:
+        """A prediction module has a block like the last, a matrix, three norms, and uses the output matrix again."""
+        block = self._layer_cost(self.num_layers - 1, seq_len)
+        module = block + dense_cost(2 * self.dim**2 + 3 * self.dim) + Cost(0, 0, self._output_flops())
+        return super()._head_cost(seq_len) + module * self.num_mtp_layers
 
     def _attention_params(self) -> int:
         qk_dim = self.qk_nope_head_dim + self.qk_rope_head_dim

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from spurline.config import Data, Metrics, RunConfig
 from spurline.data.patch_sizes import MERGE, PATCH_DIM
+from spurline.models.common.costs import Cost
 from spurline.models.common.decoder_config import SparseDecoderConfig, not_positive
 from spurline.models.common.presets import debug_run, full_size_run
 from spurline.models.qwen3.configs import Qwen3Config
@@ -89,15 +90,13 @@ class Qwen3VLConfig(Qwen3Config):
             found.append(f"vision.deepstack_layers are {num_added}, more than num_layers {self.num_layers}")
         return found
 
-    def flops_per_token(self, seq_len: int) -> int:
-        """Forward and backward; the encoder counts as if every fourth position were a picture's, which is 4 patches.
+    def _embed_cost(self) -> Cost:
+        """The vision encoder counts as if every fourth position were a picture's, which is made of 4 patches.
 
-        Its attention is left out, since that depends on how large pictures are.
+        Its attention is left out, since that depends on how large pictures are. The position table is looked up.
         """
-        return super().flops_per_token(seq_len) - 6 * self.vision.num_table_params()
-
-    def _params_outside_moe(self) -> int:
-        return super()._params_outside_moe() + self.vision.num_params(self.dim)
+        params, table = self.vision.num_params(self.dim), self.vision.num_table_params()
+        return super()._embed_cost() + Cost(params, params, 6 * (params - table))
 
 
 @dataclass(frozen=True)

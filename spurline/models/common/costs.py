@@ -1,0 +1,45 @@
+"""What the parts of a model cost, so that pipeline stages can be balanced. Free of torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Parameters and training FLOPs of a part of a model."""
+
+    params: int
+    active_params: int
+    """Those that one token meets."""
+    flops_per_token: int
+    """Forward and backward."""
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(
+            self.params + other.params,
+            self.active_params + other.active_params,
+            self.flops_per_token + other.flops_per_token,
+        )
+
+    def __mul__(self, times: int) -> Cost:
+        return Cost(times * self.params, times * self.active_params, times * self.flops_per_token)
+
+
+@dataclass(frozen=True)
+class ModelCosts:
+    """The cost of each part of a model, in the order of the forward pass. Parameters that two parts use count once."""
+
+    embed: Cost
+    """Whatever the first pipeline stage has besides layers."""
+    layers: tuple[Cost, ...]
+    head: Cost
+    """Whatever the last pipeline stage has besides layers."""
+
+    def total(self) -> Cost:
+        return sum(self.layers, self.embed + self.head)
+
+
+def dense_cost(params: int) -> Cost:
+    """Matrices that every token is multiplied with: six FLOPs for each weight."""
+    return Cost(params, params, 6 * params)
