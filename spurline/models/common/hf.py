@@ -95,20 +95,45 @@ GROUPED_QUERY_NAMES: dict[str, str | None] = {
     "layers.{layer}.attention.wv.weight": "model.layers.{layer}.self_attn.v_proj.weight",
     "layers.{layer}.attention.wo.weight": "model.layers.{layer}.self_attn.o_proj.weight",
 }
-EXPERT_NAMES: dict[str, str | None] = {
+
+
+class ExpertWeight(NamedTuple):
+    """One weight of SwiGLU experts: our names and theirs.
+
+    `transformers` can also save all experts of a layer as they are in its memory: gate and up fused to one (E, 2F, D),
+    down as (E, D, F). Ours is one of the equal parts of the fused tensor's rows.
+    """
+
+    ours: str
+    ours_shared: str
+    theirs: str
+    fused: str
+    part: int
+    num_parts: int
+
+
+EXPERT_WEIGHTS = (
+    ExpertWeight("w1_EFD", "w1_FD", "gate_proj", "gate_up_proj", 0, 2),
+    ExpertWeight("w3_EFD", "w3_FD", "up_proj", "gate_up_proj", 1, 2),
+    ExpertWeight("w2_EDF", "w2_DF", "down_proj", "down_proj", 0, 1),
+)
+ROUTER_NAMES: dict[str, str | None] = {
     "layers.{layer}.moe.router.gate_ED": "model.layers.{layer}.mlp.gate.weight",
     "layers.{layer}.moe.router.expert_bias_E": None,
-    "layers.{layer}.moe.experts.w1_EFD": "model.layers.{layer}.mlp.experts.{expert}.gate_proj.weight",
-    "layers.{layer}.moe.experts.w3_EFD": "model.layers.{layer}.mlp.experts.{expert}.up_proj.weight",
-    "layers.{layer}.moe.experts.w2_EDF": "model.layers.{layer}.mlp.experts.{expert}.down_proj.weight",
 }
-# `transformers` can also save all experts of a layer as they are in its memory: gate and up as one (E, 2F, D), down as
-# (E, D, F). Which part of how many of the fused tensor's rows is ours:
-_FUSED = {
-    "gate_proj": ("model.layers.{layer}.mlp.experts.gate_up_proj", 0, 2),
-    "up_proj": ("model.layers.{layer}.mlp.experts.gate_up_proj", 1, 2),
-    "down_proj": ("model.layers.{layer}.mlp.experts.down_proj", 0, 1),
+EXPERT_NAMES: dict[str, str | None] = ROUTER_NAMES | {
+    f"layers.{{layer}}.moe.experts.{weight.ours}": (
+        f"model.layers.{{layer}}.mlp.experts.{{expert}}.{weight.theirs}.weight"
+    )
+    for weight in EXPERT_WEIGHTS
 }
+SHARED_EXPERT_NAMES: dict[str, str | None] = {
+    f"layers.{{layer}}.moe.shared_experts.{weight.ours_shared}": (
+        f"model.layers.{{layer}}.mlp.shared_experts.{weight.theirs}.weight"
+    )
+    for weight in EXPERT_WEIGHTS
+}
+_EXPERT_WEIGHT_OF = {weight.theirs: weight for weight in EXPERT_WEIGHTS}
 
 
 def _slot(name: str, shape: Shape, names: Names, present: Collection[str]) -> Slot:
@@ -119,11 +144,12 @@ def _slot(name: str, shape: Shape, names: Names, present: Collection[str]) -> Sl
     if "{expert}" not in theirs:
         return Slot(name, shape, (Piece(theirs.format(layer=layer), shape),))
     num_experts, num_rows, num_columns = shape
-    fused, part, num_parts = _FUSED[theirs.split(".")[-2]]
-    if (fused := fused.format(layer=layer)) in present:
-        fused_shape = num_experts, num_parts * num_rows, num_columns
+    prefix, _, suffix = theirs.partition("{expert}.")
+    weight = _EXPERT_WEIGHT_OF[suffix.removesuffix(".weight")]
+    if (fused := prefix.format(layer=layer) + weight.fused) in present:
+        fused_shape = num_experts, weight.num_parts * num_rows, num_columns
         size = num_rows * num_columns
-        starts = [(expert * num_parts + part) * size for expert in range(num_experts)]
+        starts = [(expert * weight.num_parts + weight.part) * size for expert in range(num_experts)]
         return Slot(name, shape, tuple(Piece(fused, fused_shape, start) for start in starts))
     experts = [theirs.format(layer=layer, expert=expert) for expert in range(num_experts)]
     return Slot(name, shape, tuple(Piece(expert, shape[1:]) for expert in experts))

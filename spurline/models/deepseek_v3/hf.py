@@ -15,6 +15,7 @@ from spurline.models.common.hf import (
     DECODER_NAMES,
     EXPERT_NAMES,
     ROTARY_FREQUENCIES,
+    SHARED_EXPERT_NAMES,
     Architecture,
     Shape,
     Slot,
@@ -30,6 +31,7 @@ _LATENT_NORM_EPS = 1e-6
 _NAMES_V2 = (
     DECODER_NAMES
     | EXPERT_NAMES
+    | SHARED_EXPERT_NAMES
     | {
         "layers.{layer}.attention.wq.weight": "model.layers.{layer}.self_attn.q_proj.weight",
         "layers.{layer}.attention.wq_a.weight": "model.layers.{layer}.self_attn.q_a_proj.weight",
@@ -39,9 +41,6 @@ _NAMES_V2 = (
         "layers.{layer}.attention.kv_norm.weight": "model.layers.{layer}.self_attn.kv_a_layernorm.weight",
         "layers.{layer}.attention.wkv_b.weight": "model.layers.{layer}.self_attn.kv_b_proj.weight",
         "layers.{layer}.attention.wo.weight": "model.layers.{layer}.self_attn.o_proj.weight",
-        "layers.{layer}.moe.shared_experts.w1_FD": "model.layers.{layer}.mlp.shared_experts.gate_proj.weight",
-        "layers.{layer}.moe.shared_experts.w3_FD": "model.layers.{layer}.mlp.shared_experts.up_proj.weight",
-        "layers.{layer}.moe.shared_experts.w2_DF": "model.layers.{layer}.mlp.shared_experts.down_proj.weight",
     }
 )
 # Prediction modules follow the last layer, and are numbered on: see _V3Architecture.
