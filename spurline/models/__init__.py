@@ -1,4 +1,4 @@
-"""The model families, by name. Free of torch: a family's `configs.py` says what there is; `model.py` loads on build."""
+"""The model families, by name. Does not import torch: `configs.py` lists presets, `model.py` is imported on build."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FAMILIES: dict[str, str] = {
 
 
 def register_family(name: str, package: str) -> None:
-    """Make a family of your own known: `package` is an importable package with a `configs` module that has CONFIGS."""
+    """Register a model family: `package` is an importable package with a `configs` module that has CONFIGS."""
     register("model family", _FAMILIES, name, package)
 
 

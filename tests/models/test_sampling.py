@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from spurline.models.common.generate import choose, generate, printable, stream, window_start
+from spurline.models.common.generate import generate, printable, sample_token, stream, window_start
 from spurline.models.common.init import initialize
 from spurline.models.common.sampling import GREEDY, Sampling
 
@@ -46,7 +46,7 @@ LOGITS_V = torch.linspace(0, 3, 60)[torch.randperm(60, generator=torch.Generator
 
 def drawn_shares(sampling: Sampling, num_draws: int = 10_000) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.tensor([choose(LOGITS_V, sampling, generator) for _ in range(num_draws)])
+    drawn = torch.tensor([sample_token(LOGITS_V, sampling, generator) for _ in range(num_draws)])
     return drawn.bincount(minlength=60) / num_draws
 
 

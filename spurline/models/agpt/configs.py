@@ -1,4 +1,4 @@
-"""The AGPT family's config and presets. Free of torch."""
+"""The AGPT family's config and presets. No torch import."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the parts of a model cost, so that pipeline stages can be balanced. Free of torch."""
+"""Parameters and FLOPs of the parts of a model, for balancing pipeline stages. No torch import."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What the configs of decoder families share: their common fields, checks and arithmetic. Free of torch.
+"""The configs that decoder families share: common fields, validation, parameter and FLOP counts. No torch import.
 
-A family's config is a DecoderConfig with its attention's fields, and a SparseDecoderConfig where it has experts.
+A family's config is a DecoderConfig with its attention's fields, and a SparseDecoderConfig if it has MoE layers.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from spurline.moe.config import MoEConfig
 
 
 def not_positive(section: Any, *names: str) -> list[str]:
-    """A sentence for each of the named fields that is zero or negative."""
+    """An error message for each of the named fields that is zero or negative."""
     return [f"{name} must be positive, got {getattr(section, name)}" for name in names if getattr(section, name) <= 0]
 
 
 @dataclass(frozen=True)
 class YarnConfig:
-    """YaRN: sequences longer than those a model has learned from; slow rotations are stretched and fast ones stay."""
+    """YaRN context extension: low rotary frequencies are divided by the factor, high ones are kept."""
 
     factor: float = 1.0
-    """How many times longer than original_seq_len sequences may be (1 = off)."""
+    """Context extension relative to original_seq_len (1 = off)."""
     original_seq_len: int = 4096
-    """Length of the sequences that the model has learned from."""
+    """Sequence length of the original training."""
     beta_fast: float = 32.0
-    """Channels that turn more often than this within original_seq_len keep their frequency."""
+    """Pairs that rotate more often than this within original_seq_len keep their frequency."""
     beta_slow: float = 1.0
-    """Channels that turn less often than this are slowed down by the whole factor."""
+    """Pairs that rotate less often than this have their frequency divided by the whole factor."""
     mscale: float = 1.0
-    """How fast queries and keys grow with the logarithm of the factor, in their rotated channels."""
+    """Scales the rotary part of queries and keys by 1 + 0.1 * mscale * log(factor)."""
     mscale_all_dim: float = 0.0
-    """How much of that growth is given to all channels instead of the rotated ones."""
+    """The same for all channels, by the softmax scale; the rotary part is divided by it."""
 
     def problems(self) -> list[str]:
         found = not_positive(self, "original_seq_len", "beta_slow")
@@ -51,16 +51,16 @@ class YarnConfig:
 
     @property
     def rotated_scale(self) -> float:
-        """What the rotated channels of queries and of keys are multiplied with."""
-        return self._growth(self.mscale) / self._growth(self.mscale_all_dim)
+        """Factor of the rotary part of queries and of keys."""
+        return self._magnitude(self.mscale) / self._magnitude(self.mscale_all_dim)
 
     @property
     def softmax_scale(self) -> float:
-        """What the products of queries and keys are multiplied with, besides the usual 1 / sqrt(width)."""
-        return self._growth(self.mscale_all_dim) ** 2
+        """Factor of the softmax scale, on top of 1 / sqrt(head width)."""
+        return self._magnitude(self.mscale_all_dim) ** 2
 
-    def _growth(self, rate: float) -> float:
-        return 1 + 0.1 * rate * math.log(self.factor)
+    def _magnitude(self, mscale: float) -> float:
+        return 1 + 0.1 * mscale * math.log(self.factor)
 
 
 @dataclass(frozen=True)
@@ -74,17 +74,17 @@ class DecoderConfig:
     dense_hidden_dim: int = 512
     """Hidden width of the dense feed-forward."""
     tied_embeddings: bool = False
-    """Use the embedding's matrix as the output head too."""
+    """Use the embedding matrix as the output matrix too."""
     rope_theta: float = 10000.0
     """Base of the rotary frequencies."""
     yarn: YarnConfig = field(default_factory=YarnConfig)
     norm_eps: float = 1e-5
-    """Added under the root of RMSNorm."""
+    """Epsilon of RMSNorm."""
     num_heads: int = 4
     """Attention heads."""
 
     def problems(self) -> list[str]:
-        """Everything that is wrong with this config, one sentence each; empty when it is sound."""
+        """All errors of this config, one message each; empty if it is valid."""
         found = not_positive(self, "vocab_size", "dim", "num_layers", "num_heads", "norm_eps")
         if self._num_dense() > 0:
             found += not_positive(self, "dense_hidden_dim")
@@ -93,11 +93,11 @@ class DecoderConfig:
         return found + [f"yarn.{problem}" for problem in self.yarn.problems()]
 
     def moe_of_layer(self, layer: int) -> MoEConfig | None:
-        """What block number `layer` has in place of a dense feed-forward."""
+        """The MoE layer of block number `layer`; None where the block has a dense feed-forward."""
         return None
 
     def with_forced_balance(self: D) -> D:
-        """The same model with experts that all get the same number of rows: a dense one as it is."""
+        """The same model with forced load balance in its MoE layers; a dense model is unchanged."""
         return self
 
     def parallel_facts(self) -> ParallelFacts:
@@ -173,10 +173,10 @@ D = TypeVar("D", bound=DecoderConfig)
 
 @dataclass(frozen=True)
 class SparseDecoderConfig(DecoderConfig):
-    """A decoder of which the first blocks are dense, and the others have experts."""
+    """A decoder whose first blocks are dense and whose other blocks have MoE layers."""
 
     num_dense_layers: int = 0
-    """The first blocks, which have a dense feed-forward instead of experts."""
+    """Number of first blocks with a dense feed-forward instead of an MoE layer."""
     moe: MoEConfig = field(default_factory=MoEConfig)
 
     def problems(self) -> list[str]:
@@ -220,7 +220,7 @@ class GroupedQueryConfig(DecoderConfig):
     """A decoder with grouped-query attention."""
 
     num_kv_heads: int = 2
-    """Heads of keys and values, each of which is shared by as many query heads."""
+    """Heads of keys and values; num_heads must be a multiple."""
     head_dim: int = 64
     """Width of a head."""
 

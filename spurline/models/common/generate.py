@@ -1,6 +1,6 @@
-"""Sample text from a language model, with what attention keeps of the past or without.
+"""Generate text with a language model, with a KV cache or without.
 
-B texts, L positions that the model reads in one call, V vocabulary, K likeliest tokens.
+B texts, L positions of one forward pass, V vocabulary, K most probable tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from spurline.parallel.tensor import TensorParallel
 
 
 def generate(model: nn.Module, prompts: Sequence[Sequence[int]], num_tokens: int, **options: Any) -> list[list[int]]:
-    """What the model writes after each prompt, up to `num_tokens` tokens; the options are those of `stream`."""
+    """The continuation of each prompt, up to `num_tokens` tokens; the options are those of `stream`."""
     written: list[list[int]] = [[] for _ in prompts]
     for tokens in stream(model, prompts, num_tokens, **options):
         for text, token in zip(written, tokens, strict=True):
@@ -39,10 +39,10 @@ def stream(
     stop_id: int | None = None,
     cached: bool = True,
 ) -> Iterator[list[int | None]]:
-    """Yield one more token of every text, `num_tokens` times; None for a text that has come to `stop_id` before.
+    """Yield the next token of every text, `num_tokens` times; None for a text that has ended with `stop_id`.
 
-    A text depends on its prompt and on `seed` plus its number, never on the other texts. The model sees at most the
-    last `max_context` tokens: a text that is longer loses half of that at once (see `window_start`).
+    A text depends on its prompt and on `seed` plus its index, never on the other texts. The model sees at most the
+    last `max_context` tokens: when a text exceeds that, the older half is dropped at once (see `window_start`).
     """
     if not prompts or not all(prompts):
         raise ValueError("generate needs prompts of at least one token each")
@@ -62,10 +62,10 @@ def stream(
             tokens: list[int | None] = [None] * len(texts)
             for number, text in enumerate(texts):
                 if not has_ended[number]:
-                    token = choose(logits_BV[number], sampling, generators[number])
+                    token = sample_token(logits_BV[number], sampling, generators[number])
                     if token == stop_id:
                         has_ended[number] = True
-                        del text[:-1]  # nobody asks for more of it, so it must not take up the context of others
+                        del text[:-1]  # it is complete, and must not lengthen the padding of the others
                     else:
                         tokens[number] = token
                         text.append(token)
@@ -77,35 +77,35 @@ def stream(
 
 
 def printable(text: str) -> str:
-    """The text without what a terminal would obey, which a model that has learned little may well write."""
+    """The text without control characters, which an untrained model may well produce."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
-def choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """Draw one token: (V,), on the CPU, where a seed means the same whatever the model's device."""
+def sample_token(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    """Sample one token from logits (V,) on the CPU, so that a seed means the same on every device."""
     if sampling.temperature == 0:
         return int(logits_V.argmax())
     vocab_size = len(logits_V)
     best_K, token_K = logits_V.topk(min(sampling.top_k or vocab_size, vocab_size))
-    share_K = (best_K / sampling.temperature).softmax(dim=-1)
+    probability_K = (best_K / sampling.temperature).softmax(dim=-1)
     if sampling.top_p < 1:
-        # A token stays if those before it do not reach top_p; so the first always does.
-        share_K = share_K * (share_K.cumsum(dim=-1) - share_K < sampling.top_p)
-    return int(token_K[torch.multinomial(share_K, 1, generator=generator)])
+        # A token is kept if the more probable ones do not reach top_p; the first always is.
+        probability_K = probability_K * (probability_K.cumsum(dim=-1) - probability_K < sampling.top_p)
+    return int(token_K[torch.multinomial(probability_K, 1, generator=generator)])
 
 
 def window_start(num_tokens: int, max_context: int) -> int:
-    """Where that part of a text begins that the model sees.
+    """The first position of a text that the model sees.
 
-    It stays where it is until the context is full, then half of that is forgotten. So a cache is made anew only now and
-    then; and since only the text's own length decides, neither the cache nor other texts change what a model sees.
+    It stays the same until the context is full, then moves by half the context, so that a KV cache is rarely rebuilt.
+    It depends on the text's own length alone: neither the cache nor other texts change what the model sees.
     """
     half = (max_context + 1) // 2
     return -(-max(num_tokens - max_context, 0) // half) * half
 
 
 class _Reader:
-    """Has the model read texts that grow by at most one token from call to call."""
+    """Computes the next token's logits for texts that grow by at most one token from call to call."""
 
     def __init__(self, model: nn.Module, num_tokens: int, max_context: int, cached: bool) -> None:
         self.model = model
@@ -113,27 +113,27 @@ class _Reader:
         self.max_context = max_context
         self.device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self.join_vocabulary = getattr(model, "tp", TensorParallel()).join_vocabulary
-        self.cached = cached and isinstance(model, Decoder)  # a model of another kind may know nothing of a cache
+        self.cached = cached and isinstance(model, Decoder)  # other models may not take a KV cache
         self.cache: KVCache | None = None
 
     def logits(self, texts: list[list[int]]) -> Tensor:
-        """What comes after each text: (B, V), float32 on the CPU."""
+        """The next token's logits of each text: (B, V), float32 on the CPU."""
         read = self._with_cache if self.cached else self._without_cache
         logits_BV = self.join_vocabulary(read(texts)).float().cpu()
         if not torch.isfinite(logits_BV).all():
-            raise ValueError("the model's logits are not finite numbers: it has diverged, and has nothing to say")
+            raise ValueError("the model's logits are not finite numbers: its training has diverged")
         return logits_BV
 
     def _without_cache(self, texts: list[list[int]]) -> Tensor:
         windows = self._windows(texts)
         longest = max(map(len, windows))
-        # On the right, where no token of a text sees it, padding needs no mask.
+        # Padding on the right needs no mask: causal attention never looks at it.
         tokens_BL = self._tensor([window + [0] * (longest - len(window)) for window in windows])
         last_B = self._tensor([len(window) - 1 for window in windows])
         return self.model(tokens_BL)[torch.arange(len(texts), device=self.device), last_B]
 
     def _with_cache(self, texts: list[list[int]]) -> Tensor:
-        # While there are free slots, no text is longer than the context, so that all windows begin where they did.
+        # While there are free slots, no text is longer than the context, so no window has moved.
         if self.cache is not None and self.cache.stop < self.cache.num_slots:
             return self.model(self._tensor([text[-1:] for text in texts]), self.cache)[:, -1]
         windows = self._windows(texts)

@@ -1,7 +1,7 @@
-"""What a family says about how Hugging Face stores its models: architectures, names of tensors. Free of torch.
+"""How a family maps to Hugging Face checkpoints: architectures and tensor names. No torch import.
 
-A family's `hf.py` has ARCHITECTURES, the classes of `transformers` it can be read from, and architecture_for(model),
-the one that a model is written as. E experts, F hidden width, D model width.
+A family's `hf.py` has ARCHITECTURES, the classes of `transformers` it can be imported from, and
+architecture_for(model), the one that a model is exported as. E experts, F hidden width, D model width.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Shape = tuple[int, ...]
 Names = Mapping[str, str | None]
 """Our name -> theirs, with {layer} for a block's number and {expert} where our tensor stacks those of all experts.
 
-None: they have no such tensor. Ours is zeros then, and must be when it is written.
+None: they have no such tensor. Ours is zeros after import, and must be zeros for export.
 """
 
 
 class Piece(NamedTuple):
-    """A run of elements of one of their tensors: all of them, or those from `start` on."""
+    """A contiguous run of elements of one of their tensors: all of them, or those from `start` on."""
 
     name: str
     shape: Shape
@@ -33,7 +33,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Slot:
-    """One of our tensors, made of pieces of theirs: one after the other, each of the same size."""
+    """One of our tensors as a concatenation of pieces of theirs, all of the same size."""
 
     name: str
     shape: Shape
@@ -56,26 +56,26 @@ def _only_rotary_frequencies(their_config: Mapping[str, Any], present: Collectio
 
 @dataclass(frozen=True)
 class Architecture:
-    """A class of `transformers`, and how its models become ours and ours become its."""
+    """A model class of `transformers`, with its conversion to our models and back."""
 
     name: str
     model_type: str
     read: Callable[[TheirConfig], Any]
-    """Their config -> our model config; what it can't express is added to the problems of their config."""
+    """Their config -> our model config; values that ours can't express are added to their config's `problems`."""
     obstacles: Callable[[Any], list[str]]
-    """Why a model of ours can't be written as this architecture, a sentence each; empty when it can."""
+    """Why a model of ours can't be exported as this architecture, one message each; empty if it can."""
     write: Callable[[Any], dict[str, Any]]
-    """Our model config -> theirs, all that changes the computation."""
+    """Our model config -> theirs: every key that changes the computation."""
     names: Names
     harmless: Callable[[Mapping[str, Any], Collection[str]], dict[str, str]] = _only_rotary_frequencies
-    """Their config and names -> tensors that may be left out: a pattern of their names, and what they are."""
+    """Their config and tensor names -> tensors that may be ignored: a pattern of their names -> what they are."""
 
     def slots(self, shapes: Mapping[str, Shape], present: Collection[str] = ()) -> list[Slot]:
-        """How the tensors of our model, by name, are stored; where `present` has fused experts, they are the source."""
+        """How the tensors of our model, by name, are stored; fused experts are the source if `present` has them."""
         return [_slot(name, shape, self.names, present) for name, shape in shapes.items()]
 
     def copies(self, shapes: Mapping[str, Shape]) -> dict[str, str]:
-        """Their tensors that repeat another one: the name of each copy, and of the original that our model has."""
+        """Their tensors that duplicate another one: the name of each copy -> that of the original in our model."""
         return {}
 
 
@@ -156,7 +156,7 @@ def _slot(name: str, shape: Shape, names: Names, present: Collection[str]) -> Sl
 
 
 def unlike(model: Any, only: Mapping[str, Any], architecture: str) -> list[str]:
-    """A sentence for each dotted field of `model` that isn't the one value the architecture can express."""
+    """An error for each dotted field of `model` that isn't the only value the architecture can express."""
     values = {name: reduce(getattr, name.split("."), model) for name in only}
     return [
         f"model.{name} is {values[name]!r}, and {architecture} can only be {value!r}"

@@ -1,4 +1,4 @@
-"""A Hugging Face config.json, read so that no key is overlooked; what decoders have in common in it. Free of torch."""
+"""Read and write a Hugging Face config.json; a key that is not understood is an error. No torch import."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from spurline.models.common.decoder_config import DecoderConfig, YarnConfig
 
 _REQUIRED = object()
-# Keys that change nothing in the logits: bookkeeping, token ids, initial weights, losses and defaults of generation.
+# Keys that do not change the logits: bookkeeping, token ids, initial weights, losses and generation defaults.
 _HARMLESS = {
     *("architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "_name_or_path", "auto_map"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "initializer_range", "max_position_embeddings"),
@@ -19,7 +19,7 @@ _HARMLESS = {
 
 
 class TheirConfig:
-    """A config.json as it is read: by the end, each of its keys was taken, checked or is known to be harmless."""
+    """A config.json while it is read: by the end, each of its keys was taken, checked or is known to be harmless."""
 
     def __init__(self, content: dict[str, Any], prefix: str = "") -> None:
         self.content = content
@@ -44,7 +44,7 @@ class TheirConfig:
         return value
 
     def require(self, key: str, *supported: Any) -> None:
-        """Refuse any value of `key` but the supported ones; a missing or null one is as good as they are."""
+        """Reject any value of `key` but the supported ones; a missing or null value is accepted."""
         self._known.add(key)
         value = self.content.get(key)
         if value is not None and value not in supported:
@@ -52,11 +52,11 @@ class TheirConfig:
             self.problems.append(f"{self.prefix}{key} is {_shown(value)}, and Spurline has only {choices}")
 
     def skip(self, *keys: str) -> None:
-        """Keys that mean nothing here."""
+        """Ignore keys that have no effect here."""
         self._known |= set(keys)
 
     def refuse_unknown(self) -> None:
-        """Last of all: a key that nobody has asked for may change the computation."""
+        """Reject all keys that were not read: they may change the computation. Call this last."""
         for key, value in self.content.items():
             if key not in self._known and value is not None:
                 self.problems.append(
@@ -66,7 +66,7 @@ class TheirConfig:
 
 
 def read_decoder(theirs: TheirConfig, *, scales_softmax: bool = False) -> dict[str, Any]:
-    """The fields of DecoderConfig; `scales_softmax`: YaRN's mscale_all_dim also scales the products of attention."""
+    """The fields of DecoderConfig; `scales_softmax`: YaRN's mscale_all_dim also changes the softmax scale."""
     theirs.require("hidden_act", "silu")
     theirs.require("attention_bias", False)
     theirs.require("mlp_bias", False)
@@ -127,7 +127,7 @@ def _read_yarn(rope: TheirConfig, max_length: Any, scales_softmax: bool) -> Yarn
         original_seq_len=original or 0,
         beta_fast=rope.take("beta_fast", float, 32.0),
         beta_slow=rope.take("beta_slow", float, 1.0),
-        # Without both of them, transformers takes neither.
+        # transformers ignores either of them without the other.
         mscale=mscale if mscale and mscale_all_dim else 1.0,
         mscale_all_dim=mscale_all_dim if mscale else 0.0,
     )

@@ -10,12 +10,12 @@ INIT_STD = 0.02
 
 
 def residual_std(num_layers: int) -> float:
-    """Standard deviation for a matrix that writes into the residual stream, as each of the layers does twice."""
+    """Standard deviation for matrices that write into the residual stream, of which each layer has two."""
     return INIT_STD / (2 * num_layers) ** 0.5
 
 
 def fill_truncated_normal(tensor: Tensor, std: float, generator: torch.Generator | None) -> None:
-    """Fill `tensor` in place from a normal distribution that is cut off at three standard deviations."""
+    """Fill `tensor` in place from a normal distribution truncated at three standard deviations."""
     nn.init.trunc_normal_(tensor, std=std, a=-3 * std, b=3 * std, generator=generator)
 
 
@@ -39,10 +39,10 @@ def initialize(model: nn.Module, seed: int) -> None:
 
 
 def _require(module: nn.Module, path: str, name: str, method: str) -> None:
-    # A model that was built on the meta device would otherwise train on whatever the memory held.
+    # A model that was built on the meta device would otherwise train on uninitialized memory.
     if not hasattr(module, method.split("(")[0]):
         raise ValueError(
-            f"{path or 'the model'} ({type(module).__name__}) owns {name} but does not say how it starts:"
+            f"{path or 'the model'} ({type(module).__name__}) owns {name} but has no initial value for it:"
             f" give its class a method {method}"
         )
 

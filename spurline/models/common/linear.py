@@ -1,4 +1,4 @@
-"""Linear layer and embedding: parameters stay in float32, the activations decide the dtype of the product."""
+"""Linear layer and embedding: parameters stay in float32, and products have the dtype of the activations."""
 
 from typing import ClassVar
 
@@ -29,7 +29,7 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """A row for each token: (B, L) -> (B, L, dim), or this rank's positions of it."""
+    """Token embedding: (B, L) -> (B, L, dim), or this rank's positions under tensor parallelism."""
 
     tensor_parallel_dims: ClassVar = {"weight": 0}
 
@@ -42,7 +42,7 @@ class Embedding(nn.Embedding):
         return self.tp.reduce_scatter_sequence(self.tp.embed(tokens_BL, local(self.weight)))
 
     def logits(self, x_BLD: Tensor) -> Tensor:
-        """The product with every row, for a model whose output head is its embedding: (B, L, dim) -> (B, L, rows)."""
+        """Logits of a model with tied embeddings, the product with every row: (B, L, dim) -> (B, L, rows)."""
         return linear(x_BLD, local(self.weight).to(x_BLD.dtype))
 
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator | None) -> None:

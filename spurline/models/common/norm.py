@@ -29,13 +29,13 @@ class RMSNorm(nn.Module):
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """(..., D) -> (..., D)."""
-    if torch.compiler.is_compiling():  # the compiler writes one kernel of it by itself
+    if torch.compiler.is_compiling():  # inductor fuses it into one kernel
         return F.rms_norm(x, weight_D.shape, weight_D, eps)
     return _RMSNorm.apply(x, weight_D, eps)
 
 
 class _RMSNorm(Function):
-    """In few passes over few temporaries: op by op, forward and backward take nearly three times as long."""
+    """Few passes over few temporaries: as separate autograd ops it takes nearly three times as long."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -51,6 +51,6 @@ class _RMSNorm(Function):
         normed = x * scale
         products = grad * normed
         dweight_D = products.flatten(0, -2).sum(0)
-        # The part of the gradient along the row changes its length, which the norm takes away again.
+        # The component of the gradient along the row is removed: scaling a row does not change its norm's output.
         along = products.mul_(weight_D).mean(-1, keepdim=True)
         return torch.mul(grad, weight_D, out=products).addcmul_(normed, along, value=-1).mul_(scale), dweight_D, None

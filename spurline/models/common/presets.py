@@ -1,4 +1,4 @@
-"""The parts of a preset that don't depend on the family: how a model of some size is trained. Free of torch."""
+"""The parts of a preset that don't depend on the family: how a model of some size is trained. No torch import."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def debug_run(model: M) -> RunConfig[M]:
 
 
 def full_size_run(model: M, lr: float, seq_len: int = 4096) -> RunConfig[M]:
-    """A start for training on many GPUs: bfloat16, one sequence a rank, and blocks that recompute what is cheap."""
+    """A starting point for many GPUs: bfloat16, one sequence a rank, selective activation checkpointing."""
     return RunConfig(
         model=model,
         training=Training(steps=10_000, seq_len=seq_len, local_batch_size=1, dtype="bfloat16"),

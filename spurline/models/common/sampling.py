@@ -1,4 +1,4 @@
-"""How the next token of a text is drawn. Free of torch."""
+"""How the next token is sampled. No torch import."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Sampling:
     temperature: float = 0.8
-    """How freely tokens are drawn (0: always the likeliest one)."""
+    """Divides the logits (0: greedy decoding)."""
     top_k: int = 40
-    """Draw from this many of the likeliest tokens only (0: from all)."""
+    """Sample from the k most probable tokens only (0: from all)."""
     top_p: float = 1.0
-    """And of those from the fewest whose probabilities add up to this."""
+    """Of those, sample from the fewest whose probabilities add up to p (nucleus sampling)."""
 
     def problems(self) -> list[str]:
-        """Everything that is wrong, one sentence each; empty when it is sound."""
+        """All errors, one message each; empty if it is valid."""
         found = []
         if not 0 <= self.temperature < float("inf"):
             found.append(f"temperature must be a number from 0 on, got {self.temperature}")

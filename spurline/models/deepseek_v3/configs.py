@@ -1,4 +1,4 @@
-"""The DeepSeek family's config and presets, from V2-Lite to V3. Free of torch."""
+"""The DeepSeek family's config and presets, from V2-Lite to V3. No torch import."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ class DeepSeekV3Config(SparseDecoderConfig):
     """Multi-head latent attention: keys and values of all heads come from one narrow latent per token."""
 
     norm_eps: float = 1e-6
-    """Added under the root of RMSNorm."""
+    """Epsilon of RMSNorm."""
     num_dense_layers: int = 1
-    """The first blocks, which have a dense feed-forward instead of experts."""
+    """Number of first blocks with a dense feed-forward instead of an MoE layer."""
     q_lora_rank: int = 0
-    """Rank of the query projection (0 = one full matrix)."""
+    """Rank of the query's low-rank projection (0 = one full matrix)."""
     kv_lora_rank: int = 64
-    """Rank of the joint key and value latent."""
+    """Width of the joint key and value latent."""
     qk_nope_head_dim: int = 32
-    """Width of a head's query and key without position."""
+    """Width of a head's query and key without rotary position."""
     qk_rope_head_dim: int = 32
     """Width of a head's query and key with rotary position."""
     v_head_dim: int = 32
     """Width of a head's value."""
     num_mtp_layers: int = 0
-    """Multi-token prediction: modules that learn to predict one token further each, while training (0 = off)."""
+    """Multi-token prediction modules, each of which predicts one token further during training (0 = off)."""
     mtp_loss_weight: float = 0.3
-    """Weight of the mean of their losses."""
+    """Weight of the mean of the prediction modules' losses."""
 
     def problems(self) -> list[str]:
         found = super().problems()
@@ -106,14 +106,14 @@ def deepseek_v3_debugmodel() -> RunConfig[DeepSeekV3Config]:
 
 
 def _published(*, yarn_mscale: float, **fields: Any) -> DeepSeekV3Config:
-    """What DeepSeek's released models have in common."""
+    """The fields that DeepSeek's released models share."""
     return DeepSeekV3Config(
         kv_lora_rank=512,
         qk_nope_head_dim=128,
         qk_rope_head_dim=64,
         v_head_dim=128,
         norm_eps=1e-6,
-        # For sequences of up to 40 x 4096 tokens; a model that starts from nothing can do without (factor 1).
+        # For sequences of up to 40 x 4096 tokens; training from scratch does not need it (factor 1).
         yarn=YarnConfig(factor=40.0, mscale=yarn_mscale, mscale_all_dim=yarn_mscale),
         **fields,
     )

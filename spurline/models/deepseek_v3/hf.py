@@ -1,7 +1,7 @@
-"""DeepSeek as Hugging Face stores it: V3 for sigmoid scores, V2 for softmax scores.
+"""DeepSeek checkpoints of Hugging Face: V3 for sigmoid scores, V2 for softmax scores.
 
-Both pair neighbouring rotary channels, as we do, so no weight is reordered. V2 chooses experts by score alone: it has
-no selection bias, doesn't normalize weights, and scores a group by its best expert, where ours takes the two best.
+Both pair adjacent rotary channels, as we do, so no weight is permuted. V2 selects experts by score alone: it has no
+selection bias, doesn't normalize weights, and scores a group by its best expert, where ours takes the two best.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from spurline.moe.config import MoEConfig
 
 _V2, _V3 = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"
 _LATENT_NORM_EPS = 1e-6
-"""Of the norms inside latent attention, whatever rms_norm_eps says; ours have the norm_eps of all the others."""
+"""Epsilon of the norms inside latent attention, whatever rms_norm_eps is; ours use norm_eps for all norms."""
 _NAMES_V2 = (
     DECODER_NAMES
     | EXPERT_NAMES
@@ -43,7 +43,7 @@ _NAMES_V2 = (
         "layers.{layer}.attention.wo.weight": "model.layers.{layer}.self_attn.o_proj.weight",
     }
 )
-# Prediction modules follow the last layer, and are numbered on: see _V3Architecture.
+# Prediction modules are stored as further layers behind the last one: see _V3Architecture.
 _NAMES_V3 = _NAMES_V2 | {
     "layers.{layer}.moe.router.expert_bias_E": "model.layers.{layer}.mlp.gate.e_score_correction_bias",
     "layers.{layer}.enorm.weight": "model.layers.{layer}.enorm.weight",
@@ -51,13 +51,13 @@ _NAMES_V3 = _NAMES_V2 | {
     "layers.{layer}.eh_proj.weight": "model.layers.{layer}.eh_proj.weight",
     "layers.{layer}.norm.weight": "model.layers.{layer}.shared_head.norm.weight",
 }
-# What a prediction module stores once more, and what it is a copy of.
+# Tensors of which each prediction module stores a copy, and their originals.
 _COPIES = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
 
 
 class _V3Architecture(Architecture):
     def slots(self, shapes: Mapping[str, Shape], present: Collection[str] = ()) -> list[Slot]:
-        """Prediction module k is their layer num_layers + k; its copies of embedding and head are not ours to keep."""
+        """Prediction module k is their layer num_layers + k; its copies of embedding and output matrix are ignored."""
         num_layers = len({name.split(".")[1] for name in shapes if name.startswith("layers.")})
 
         def numbered_on(name: str) -> str:
@@ -84,7 +84,7 @@ def _read_shared(theirs: TheirConfig, **routing: Any) -> DeepSeekV3Config:
         )
     theirs.require("moe_layer_freq", 1)
     theirs.require("num_key_value_heads", fields["num_heads"])
-    theirs.skip("head_dim", "qk_head_dim")  # which follow from the parts below
+    theirs.skip("head_dim", "qk_head_dim")  # which follow from the widths below
     widths = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     num_shared = theirs.take("n_shared_experts", int, null=0)
     if num_shared < 1:
@@ -110,7 +110,7 @@ def _read_v2(theirs: TheirConfig) -> DeepSeekV3Config:
     theirs.require("scoring_func", "softmax")
     theirs.require("topk_method", "greedy")
     theirs.require("norm_topk_prob", False)
-    theirs.skip("n_group", "topk_group")  # which greedy selection doesn't look at
+    theirs.skip("n_group", "topk_group")  # which greedy selection ignores
     return _read_shared(theirs, score_func="softmax")
 
 
@@ -184,7 +184,7 @@ def _write_v3(model: DeepSeekV3Config) -> dict[str, Any]:
 
 
 def _harmless_v3(their_config: Mapping[str, Any], present: Collection[str]) -> dict[str, str]:
-    """The heads that predict further tokens, which lie behind the last layer and have a projection of their own."""
+    """Multi-token prediction modules, stored behind the last layer; their eh_proj identifies them."""
     num_layers, num_heads = their_config["num_hidden_layers"], their_config.get("num_nextn_predict_layers") or 0
     heads = [number for number in range(num_layers, num_layers + num_heads) if _is_prediction_head(number, present)]
     further = {rf"model\.layers\.{number}\..*": "a head that predicts further tokens" for number in heads}

@@ -1,4 +1,4 @@
-"""The 10B-A2B presets: DeepSeek's model with 36 experts a layer. Free of torch.
+"""The 10B-A2B presets: the DeepSeek model with 36 experts a layer. No torch import.
 
 Parameters are counted with embedding and output head, which depend on the vocabulary. With that of 102,400 there are
 9.41B, of which a token meets 1.98B; with that of 256,128 there are 10.0B and 2.61B.

@@ -1,4 +1,4 @@
-"""The Qwen3 family's configs and presets. Free of torch."""
+"""The Qwen3 family's configs and presets. No torch import."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Qwen3-VL family's configs and presets. Free of torch."""
+"""The Qwen3-VL family's configs and presets. No torch import."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class VisionConfig:
-    """The vision encoder: patches of 16 x 16 pixels, of which 2 x 2 become one position of the text."""
+    """The vision encoder: patches of 16 x 16 pixels, of which 2 x 2 become one position of the sequence."""
 
     dim: int = 1152
     """Width of the encoder."""
     num_layers: int = 27
-    """Its blocks."""
+    """Blocks of the encoder."""
     num_heads: int = 16
-    """Its attention heads."""
+    """Attention heads of the encoder."""
     hidden_dim: int = 4304
-    """Hidden width of its feed-forward."""
+    """Hidden width of the encoder's feed-forward."""
     positions_per_side: int = 48
-    """The learned positions are a square of so many by so many, which is stretched over every picture."""
+    """Side of the square of learned position embeddings, which is interpolated to the size of every picture."""
     deepstack_layers: tuple[int, ...] = (8, 16, 24)
-    """Blocks whose output is added to the text model too, behind its first block, its second, and so on."""
+    """DeepStack: blocks whose output is also added to the text model, behind its first block, its second, and so on."""
 
     def problems(self) -> list[str]:
         found = not_positive(self, "dim", "num_layers", "num_heads", "hidden_dim", "positions_per_side")
@@ -59,10 +59,10 @@ class VisionConfig:
 
 @dataclass(frozen=True)
 class Qwen3VLConfig(Qwen3Config):
-    """Qwen3 that sees pictures."""
+    """Qwen3 with a vision encoder."""
 
     mrope_section: tuple[int, int, int] = (24, 20, 20)
-    """How many pairs of a head's channels turn with time, with height and with width, in turns."""
+    """How many pairs of a head's channels rotate by time, by height and by width, interleaved."""
     vision: VisionConfig = field(default_factory=VisionConfig)
 
     def build(self) -> Qwen3VL:
@@ -71,7 +71,7 @@ class Qwen3VLConfig(Qwen3Config):
         return Qwen3VL(self)
 
     def pairs_of_axis(self) -> list[int]:
-        """Whether each pair of a head's channels turns with time (0), height (1) or width (2)."""
+        """Whether each pair of a head's channels rotates by time (0), height (1) or width (2)."""
         _, height, width = self.mrope_section
         is_height = [pair % 3 == 1 and pair < 3 * height for pair in range(self.head_dim // 2)]
         is_width = [pair % 3 == 2 and pair < 3 * width for pair in range(self.head_dim // 2)]
@@ -101,7 +101,7 @@ class Qwen3VLConfig(Qwen3Config):
 
 @dataclass(frozen=True)
 class Qwen3VLMoEConfig(SparseDecoderConfig, Qwen3VLConfig):
-    """The same with experts in the text model."""
+    """The same with MoE layers in the text model."""
 
 
 M = TypeVar("M", bound=Qwen3VLConfig)
@@ -118,7 +118,7 @@ _DEBUG: dict[str, Any] = {
 
 
 def _debug_run(model: M) -> RunConfig[M]:
-    """Long enough to learn what is in a picture, which comes after how captions are spelled; in short sequences."""
+    """Enough steps to learn what is in a picture, which takes longer than the spelling of captions."""
     run = _on_pictures(debug_run(model))
     return replace(run, training=replace(run.training, steps=240, seq_len=48))
 

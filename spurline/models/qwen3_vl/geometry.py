@@ -1,4 +1,4 @@
-"""Where things are: patches in their pictures, pictures in their sequences. All of it is known on the host.
+"""Positions of patches in their pictures and of pictures in their sequences. All of it is known on the host.
 
 I pictures of N patches together, P of them in the largest; B sequences of L positions.
 """
@@ -16,10 +16,10 @@ from spurline.data.patch_sizes import MERGE
 
 
 class Padding(NamedTuple):
-    """The way from packed patches (N,) to pictures of one size (I, P), and back."""
+    """Index tensors between packed patches (N,) and pictures padded to one size (I, P)."""
 
     patch_X: Tensor
-    """Which patch fills each of the I * P places; the first one where there is none."""
+    """Which patch fills each of the I * P places; patch 0 where there is padding."""
     is_real_I11P: Tensor
     place_N: Tensor
     """Which of the I * P places each patch fills."""
@@ -37,9 +37,9 @@ def patch_places(spots: Sequence[Spot]) -> Tensor:
 
 
 def table_points(spots: Sequence[Spot], place_N2: Tensor, side: int) -> tuple[Tensor, Tensor]:
-    """The four points around each patch's place in a table of side x side, and the share of each: two of (N, 4).
+    """The four grid points around each patch, and their bilinear weights: two of (N, 4).
 
-    The corners of a picture lie on the corners of the table, whatever the picture's size.
+    The grid has side x side points. The corners of a picture lie on the corners of the grid, whatever its size.
     """
     size_I2 = torch.tensor([(spot.height, spot.width) for spot in spots])
     size_N2 = size_I2.repeat_interleave(torch.tensor([spot.num_patches for spot in spots]), dim=0)

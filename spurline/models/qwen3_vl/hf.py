@@ -1,6 +1,6 @@
-"""Dense Qwen3-VL as Hugging Face stores it: a text model and a vision encoder, each with a config of its own.
+"""Dense Qwen3-VL checkpoints of Hugging Face: a text model and a vision encoder, each with a config of its own.
 
-The class with experts has all of a layer in one tensor, transposed in released files: neither read nor written here.
+The class with experts stores all experts of a layer in one transposed tensor: it is neither imported nor exported.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _TOKEN_IDS = {
 
 @dataclass(frozen=True)
 class _WithVision(Architecture):
-    """The text model's tensors, with those of the encoder."""
+    """The tensors of the text model and of the vision encoder."""
 
     def slots(self, shapes: Mapping[str, Shape], present: Collection[str] = ()) -> list[Slot]:
         text = {name: shape for name, shape in shapes.items() if not name.startswith("vision.")}

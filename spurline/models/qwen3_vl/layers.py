@@ -1,4 +1,4 @@
-"""What vision layers have and text layers don't: biases, and norms that also shift."""
+"""Layers of the vision encoder that the text model does not have: biases, LayerNorm, position embeddings."""
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +27,7 @@ class BiasedLinear(Linear):
 
 
 class LayerNorm(nn.Module):
-    """Shift each row to a mean of zero, scale it to a variance of one, then a learned scale and shift."""
+    """LayerNorm: each row to zero mean and unit variance, then a learned scale and shift."""
 
     def __init__(self, dim: int, eps: float = 1e-6) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class LayerNorm(nn.Module):
 
 
 class PositionTable(nn.Module):
-    """Learned vectors on a square of side x side points, read between the points: (N, 4) and (N, 4) -> (N, dim)."""
+    """Learned position embeddings on a grid of side x side points, interpolated: (N, 4) and (N, 4) -> (N, dim)."""
 
     def __init__(self, side: int, dim: int) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class PositionTable(nn.Module):
         self.weight = nn.Parameter(torch.empty(side * side, dim))
 
     def forward(self, point_N4: Tensor, share_N4: Tensor) -> Tensor:
-        """The weighted sum of four points of the table."""
+        """Bilinear interpolation: the weighted sum of four points of the grid."""
         return (F.embedding(point_N4, local(self.weight)) * share_N4.unsqueeze(-1)).sum(1)
 
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator | None) -> None:

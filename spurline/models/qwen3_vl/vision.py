@@ -1,4 +1,4 @@
-"""The vision encoder: patches of pictures become features that stand in a text's sequence.
+"""The vision encoder: patches of pictures become features that take positions of a sequence.
 
 N patches of I pictures, P patches in the largest; V the encoder's width, H heads of width R; M features, each made of
 2 x 2 patches; D width of the text model.
@@ -62,9 +62,9 @@ class VisionBlock(nn.Module):
 
 
 class Merger(nn.Module):
-    """2 x 2 patches, side by side, become one feature of the text's width: (N, V) -> (M, D).
+    """Merges 2 x 2 adjacent patches into one feature of the text model's width: (N, V) -> (M, D).
 
-    The last layer's patches are normalized one by one, those of DeepStack's layers as they are merged.
+    The last layer's patches are normalized one by one, those of DeepStack's layers after they are merged.
     """
 
     def __init__(self, dim: int, text_dim: int, norm_merged: bool) -> None:
@@ -82,7 +82,7 @@ class Merger(nn.Module):
 
 
 class VisionEncoder(nn.Module):
-    """Patches (N, C) -> features (M, D) for the text's sequence, and features that DeepStack adds: some of (M, D)."""
+    """Patches (N, C) -> features (M, D) for the sequence, and a list of DeepStack's features, (M, D) each."""
 
     def __init__(self, config: VisionConfig, text_dim: int) -> None:
         super().__init__()
@@ -103,14 +103,14 @@ class VisionEncoder(nn.Module):
 
         x_NV = self.patch(patches_NC)
         x_NV = x_NV + self.positions(*points).to(x_NV.dtype)
-        added: list[Tensor] = []
+        deepstack: list[Tensor] = []
         for layer, block in enumerate(self.layers.values()):
             x_NV = block(x_NV, rope, padding)
             if layer in self.deepstack_layers:
-                added.append(self.deepstack[len(added)](x_NV))
-        return self.merger(x_NV), added
+                deepstack.append(self.deepstack[len(deepstack)](x_NV))
+        return self.merger(x_NV), deepstack
 
     def _rope(self, place_N2: Tensor) -> Rope:
-        """Half of a head's pairs turn with the row of a patch, the other half with its column: two of (N, R / 2)."""
+        """Half of a head's pairs rotate by the row of a patch, the other half by its column: two of (N, R / 2)."""
         cos, sin = rope_tables(place_N2, self.rotated_dim, _ROPE_THETA)
         return cos.flatten(1), sin.flatten(1)
