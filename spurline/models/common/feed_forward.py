@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from spurline.models.common.init import INIT_STD
 from spurline.models.common.linear import Linear
-from spurline.ops.swiglu import swiglu
+from spurline.ops.functional import swiglu
 
 
 class FeedForward(nn.Module):
