@@ -37,7 +37,9 @@ from spurline.train.loss import count_real_tokens, make_loss_sum
 from spurline.train.metrics.step_metrics import StepMetrics
 from spurline.train.metrics.timing import StepTimer, watch_layers
 from spurline.train.metrics.writers import AllWriters, Throughput, open_writers
-from spurline.train.optimizer.build import build_optimizer, clip_gradients, learning_rate, set_learning_rate
+from spurline.train.optimizer.build import build_optimizer
+from spurline.train.optimizer.clip import clip_gradients
+from spurline.train.optimizer.schedule import learning_rate, set_learning_rate
 from spurline.train.profiling import StepProfiler
 from spurline.train.progress import Progress
 from spurline.train.stop_signal import StopSignal

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from spurline.config import LRScheduler, Optimizer
-from spurline.train.optimizer.build import build_optimizer, clip_gradients, learning_rate, set_learning_rate
+from spurline.train.optimizer.build import build_optimizer
+from spurline.train.optimizer.clip import clip_gradients
+from spurline.train.optimizer.schedule import learning_rate, set_learning_rate
 
 
 class Model(nn.Module):

@@ -4,6 +4,6 @@ import multiprocessing
 
 if multiprocessing.parent_process() is not None:  # on ranks only
     import spurline.train.trainer
-    from spurline.train.optimizer.build import clip_gradients
+    from spurline.train.optimizer.clip import clip_gradients
 
     spurline.train.trainer.clip_gradients = lambda parameters, max_norm, group: clip_gradients(parameters, max_norm)

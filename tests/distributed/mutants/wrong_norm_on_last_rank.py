@@ -4,7 +4,7 @@ import multiprocessing
 
 if multiprocessing.parent_process() is not None:  # on ranks only
     import spurline.train.trainer
-    from spurline.train.optimizer.build import clip_gradients
+    from spurline.train.optimizer.clip import clip_gradients
 
     def clip_and_exaggerate(parameters, max_norm, group):
         norm = clip_gradients(parameters, max_norm, group)

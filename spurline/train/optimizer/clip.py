@@ -1,0 +1,41 @@
+"""Gradient clipping by the joint norm of all gradients, sharded or not."""
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, group: ProcessGroup | None = None) -> Tensor:
+    """Scale all gradients so that their joint norm is at most `max_norm` (0: leave them), and return the norm before.
+
+    Gradients that are sharded over the ranks of `group` count in full, and the norm is the same on all of them. A norm
+    that isn't finite is returned, not raised: the caller decides what to do about such a step.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if not gradients:
+        return torch.zeros(())
+    parts = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+    norms = torch.stack(torch._foreach_norm(parts))
+    if group is None:
+        norm = torch.linalg.vector_norm(norms)
+    else:
+        # A part that several ranks hold is counted by each of them.
+        holders = norms.new_tensor([group.size() / _num_parts(g) for g in gradients])
+        squares = (norms.square() / holders).sum()
+        torch.distributed.all_reduce(squares, group=group)
+        norm = squares.sqrt()
+    if max_norm > 0:
+        torch._foreach_mul_(parts, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+
+
+def _num_parts(gradient: Tensor) -> int:
+    """Into how many parts a gradient is cut."""
+    assert isinstance(gradient, DTensor), "a gradient that no mesh knows of can't be counted"
+    sizes = zip(gradient.placements, gradient.device_mesh.shape, strict=True)
+    return math.prod(size for placement, size in sizes if not placement.is_replicate())

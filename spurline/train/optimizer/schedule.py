@@ -1,0 +1,35 @@
+"""The learning rate: its course over the steps, and how it reaches the parameter groups."""
+
+import math
+
+import torch
+
+from spurline.config import LRScheduler
+
+
+def learning_rate(step: int, total_steps: int, peak: float, schedule: LRScheduler) -> float:
+    """The rate of step `step`, counted from 1: the step about to be taken, of `total_steps`.
+
+    It climbs from peak / warmup_steps to the peak at step warmup_steps, stays, and falls over the last decay_ratio of
+    the steps to min_lr_factor * peak at the last one. Decay waits for the warm-up to end: where the two overlap, the
+    warm-up goes on and the fall is shorter and steeper.
+    """
+    assert 1 <= step <= total_steps, f"step {step} is not one of 1..{total_steps}"
+    if step < schedule.warmup_steps:
+        return peak * step / schedule.warmup_steps
+    last_step_at_peak = max(schedule.warmup_steps, total_steps - round(total_steps * schedule.decay_ratio))
+    if step <= last_step_at_peak:
+        return peak
+    progress = (step - last_step_at_peak) / (total_steps - last_step_at_peak)
+    height = {
+        "linear": 1 - progress,
+        "cosine": (1 + math.cos(math.pi * progress)) / 2,
+        "sqrt": 1 - math.sqrt(progress),
+    }[schedule.decay_type]
+    return peak * (schedule.min_lr_factor + (1 - schedule.min_lr_factor) * height)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Give each parameter group the rate `lr` times its own factor."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("lr_factor", 1.0)
