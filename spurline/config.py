@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
+from spurline.parameter_rules import ParameterRule, rule_problem
+
 
 @dataclass(frozen=True)
 class ParallelFacts:
@@ -96,25 +98,45 @@ class Training:
 
 @dataclass(frozen=True)
 class Optimizer:
+    """AdamW, or Muon for the matrices inside blocks (experts too) and AdamW for the rest."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    """muon: embedding, output head, router gates, norms and biases stay with AdamW."""
     lr: float = 3e-3
-    """Peak learning rate of AdamW."""
+    """Peak learning rate, of both."""
     beta1: float = 0.9
-    """How long the mean of the gradient remembers."""
+    """AdamW: how long the mean of the gradient remembers."""
     beta2: float = 0.95
-    """How long the mean of its square remembers."""
+    """AdamW: how long the mean of its square remembers."""
     eps: float = 1e-8
-    """Added to the root of the mean square, which divides the mean."""
+    """AdamW: added to the root of the mean square, which divides the mean."""
     weight_decay: float = 0.1
     """Decoupled weight decay, applied to matrices only."""
+    momentum: float = 0.95
+    """Muon: how long the mean of the gradient remembers."""
+    nesterov: bool = True
+    """Muon: Nesterov momentum."""
+    adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """Muon: how a matrix's shape scales its rate, as in torch.optim.Muon; match_rms_adamw suits AdamW's rates."""
+    ns_steps: int = 5
+    """Muon: Newton-Schulz iterations."""
+    ns_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Muon: dtype of these iterations; auto is bfloat16 on accelerators and float32 on CPUs."""
+    groups: tuple[str, ...] = ()
+    """Options for parameters by name, the first match counts: "*.experts.* optimizer=muon lr_factor=0.5" ..."""
+
+    @property
+    def rules(self) -> tuple[ParameterRule, ...]:
+        return tuple(map(ParameterRule.parse, self.groups))
 
     def problems(self) -> list[str]:
-        found = _at_least(self, lr=0, eps=0, weight_decay=0)
+        found = _at_least(self, lr=0, eps=0, weight_decay=0, ns_steps=1)
         found += [
             f"{name} must be in [0, 1), got {getattr(self, name)}"
-            for name in ("beta1", "beta2")
+            for name in ("beta1", "beta2", "momentum")
             if not 0 <= getattr(self, name) < 1
         ]
-        return found
+        return found + [f"groups {text!r}: {problem}" for text in self.groups if (problem := rule_problem(text))]
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,8 @@ def any_value(hint: Any) -> st.SearchStrategy[Any]:
         return st.sampled_from(get_args(hint))
     if get_origin(hint) is UnionType:
         return st.one_of([any_value(part) for part in get_args(hint)])
+    if get_origin(hint) is tuple:
+        return st.lists(any_value(get_args(hint)[0]), max_size=3).map(tuple)
     finite = st.floats(allow_nan=False, allow_infinity=False)
     return {
         int: st.integers(),

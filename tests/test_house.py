@@ -22,7 +22,7 @@ FLOORS = [
     ["spurline.parallel"],
     ["spurline.data", "spurline.moe"],
     ["spurline.comm", "spurline.config", "spurline.device"],
-    ["spurline.ops", "spurline.registry", "spurline.version"],
+    ["spurline.ops", "spurline.parameter_rules", "spurline.registry", "spurline.version"],
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 

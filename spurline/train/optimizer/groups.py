@@ -1,0 +1,115 @@
+"""Which parameter is updated by which optimizer, with which options: by the rules of the config, else by its kind."""
+
+from __future__ import annotations
+
+from collections import Counter
+from difflib import get_close_matches
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from spurline.config import Optimizer
+from spurline.moe.layer import MoE
+from spurline.parallel.blocks import blocks_of
+from spurline.parameter_rules import ONLY_FOR, ParameterRule
+
+
+class Kind(NamedTuple):
+    """What the parameters of one group have in common; groups come in this order."""
+
+    rule: int
+    """The first rule that matches their names; without one, the number of rules."""
+    optimizer: str
+    is_vector: bool
+
+
+def parameter_groups(model: nn.Module, config: Optimizer) -> list[dict[str, Any]]:
+    """The trainable parameters, each in exactly one group, in the model's order.
+
+    Groups are as torch's optimizers take them, with two keys more: `optimizer` (adamw or muon) and `lr_factor`. Weight
+    decay is for whatever has two dims or more (embeddings, gates and stacked experts too), not for norms and biases,
+    unless a rule says otherwise. A ValueError lists everything that is wrong with the rules, a line each.
+    """
+    rules = config.rules
+    hidden = hidden_matrices(model) if config.name == "muon" else set()
+    members: dict[Kind, dict[str, Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            position = next((i for i, rule in enumerate(rules) if rule.matches(name)), len(rules))
+            optimizer = rules[position].optimizer if position < len(rules) else None
+            kind = Kind(position, optimizer or ("muon" if parameter in hidden else "adamw"), parameter.ndim < 2)
+            members.setdefault(kind, {})[name] = parameter
+    if problems := _problems(rules, members):
+        raise ValueError("\n".join(problems))
+    no_rule = ParameterRule(text="", pattern="")
+    return [
+        {"params": list(members[kind].values()), **_options(kind, (*rules, no_rule)[kind.rule], config)}
+        for kind in sorted(members)
+    ]
+
+
+def hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
+    """The matrices of blocks, stacked experts too, save the gates of routers: what Muon is for.
+
+    Embeddings, output heads and gates are matrices as well, but their rows belong to tokens and experts, of which some
+    are rare: orthogonalized, these would move as far as the others. AdamW suits them better.
+    """
+    gates = {p for module in model.modules() if isinstance(module, MoE) for p in module.router.parameters()}
+    return {p for block in blocks_of(model) for p in block.parameters() if p.ndim >= 2} - gates
+
+
+def _options(kind: Kind, rule: ParameterRule, config: Optimizer) -> dict[str, Any]:
+    def chosen(name: str, otherwise: Any) -> Any:
+        value = getattr(rule, name)
+        return otherwise if value is None else value
+
+    options: dict[str, Any] = {
+        "optimizer": kind.optimizer,
+        "lr_factor": chosen("lr_factor", 1.0),
+        "weight_decay": chosen("weight_decay", 0.0 if kind.is_vector else config.weight_decay),
+    }
+    if kind.optimizer == "muon":
+        options["momentum"] = chosen("momentum", config.momentum)
+    else:
+        options["betas"] = (chosen("beta1", config.beta1), chosen("beta2", config.beta2))
+        options["eps"] = chosen("eps", config.eps)
+    return options | {"lr": config.lr * options["lr_factor"]}
+
+
+def _problems(rules: tuple[ParameterRule, ...], members: dict[Kind, dict[str, Tensor]]) -> list[str]:
+    """What is wrong with rules now that the parameters are known."""
+    every_name = [name for of_kind in members.values() for name in of_kind]
+    num_taken = Counter(kind.rule for kind in members)
+    found = []
+    for position, rule in enumerate(rules):
+        about = f"optimizer.groups {rule.text!r}:"
+        if not num_taken[position]:
+            if any(map(rule.matches, every_name)):
+                found.append(f"{about} rules before it match all that {rule.pattern} matches; the first match counts")
+            else:
+                near = get_close_matches(rule.pattern, every_name, n=1, cutoff=0.0)
+                hint = f"; names look like {near[0]}" if near else ""
+                found.append(f"{about} {rule.pattern} matches no trainable parameter{hint}")
+        for kind, of_kind in sorted(members.items()):
+            if kind.rule == position:
+                found += [f"{about} {problem}" for problem in _misfits(kind.optimizer, rule, of_kind)]
+    return found
+
+
+def _misfits(optimizer: str, rule: ParameterRule, members: dict[str, Tensor]) -> list[str]:
+    """Why parameters that a rule matches can't be updated as it says."""
+    found = []
+    other_shapes = {name: tuple(p.shape) for name, p in members.items() if p.ndim not in (2, 3)}
+    if optimizer == "muon" and other_shapes:
+        name, shape = next(iter(other_shapes.items()))
+        more = f" (and {len(other_shapes) - 1} more)" if len(other_shapes) > 1 else ""
+        found.append(
+            f"muon takes matrices and stacks of matrices, not {name} of shape {shape}{more};"
+            " narrow the pattern, or put a rule with optimizer=adamw before it"
+        )
+    found += [
+        f"{option} is an option of {owner}, but {optimizer} updates {next(iter(members))}; add optimizer={owner}"
+        for option, owner in ONLY_FOR.items()
+        if getattr(rule, option) is not None and owner != optimizer
+    ]
+    return found
