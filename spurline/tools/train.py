@@ -38,6 +38,8 @@ def main(argv: list[str]) -> int:
             from spurline.tools.report import write_report
 
             print(f"report: {write_report([str(folder)])}")
+    except ConfigError as error:  # what only the built model can tell
+        return complain(PROG, error.problems)
     except ValueError as error:
         if not raised_by_us(error):
             raise

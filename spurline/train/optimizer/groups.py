@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from spurline.config import Optimizer
+from spurline.config_io import ConfigError
 from spurline.moe.layer import MoE
 from spurline.parallel.blocks import blocks_of
 from spurline.parameter_rules import ONLY_FOR, ParameterRule
@@ -28,7 +29,7 @@ def parameter_groups(model: nn.Module, config: Optimizer) -> list[dict[str, Any]
 
     Groups are as torch's optimizers take them, with two keys more: `optimizer` (adamw or muon) and `lr_factor`. Weight
     decay is for whatever has two dims or more (embeddings, gates and stacked experts too), not for norms and biases,
-    unless a rule says otherwise. A ValueError lists everything that is wrong with the rules, a line each.
+    unless a rule says otherwise. A ConfigError lists everything that is wrong with the rules.
     """
     rules = config.rules
     hidden = hidden_matrices(model) if config.name == "muon" else set()
@@ -40,7 +41,7 @@ def parameter_groups(model: nn.Module, config: Optimizer) -> list[dict[str, Any]
             kind = Kind(position, optimizer or ("muon" if parameter in hidden else "adamw"), parameter.ndim < 2)
             members.setdefault(kind, {})[name] = parameter
     if problems := _problems(rules, members):
-        raise ValueError("\n".join(problems))
+        raise ConfigError(problems)
     no_rule = ParameterRule(text="", pattern="")
     return [
         {"params": list(members[kind].values()), **_options(kind, (*rules, no_rule)[kind.rule], config)}
