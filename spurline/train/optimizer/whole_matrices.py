@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from spurline.comm.collectives import exchange_rows
+from spurline.comm.exchange import exchange_rows
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def exchange_parts_for_matrices(parts_nab: Tensor, cuts: tuple[Cut, ...]) -> Ten
         shapes = [_shape_with(x, cut.dim, size, num=shares[rank]) for size in cut.sizes]
         send = [num * x.size(1) * x.size(2) for num in shares]
         receive = [shape.numel() for shape in shapes]
-        received = exchange_rows(x.reshape(-1), receive, send, cut.group).split(receive)
+        received = exchange_rows(x.reshape(-1), torch.tensor([send, receive]), cut.group).split(receive)
         x = torch.cat([part.view(shape) for part, shape in zip(received, shapes, strict=True)], cut.dim)
     return x
 
@@ -84,7 +84,8 @@ def exchange_matrices_for_parts(matrices_kAB: Tensor, cuts: tuple[Cut, ...], num
         parts = [part.reshape(-1) for part in x.split(cut.sizes, cut.dim)]
         shape = _shape_with(x, cut.dim, cut.sizes[rank], num)
         receive = [share * shape[1] * shape[2] for share in chunk_sizes(num, cut.group.size())]
-        x = exchange_rows(torch.cat(parts), receive, [part.numel() for part in parts], cut.group).view(shape)
+        splits_2P = torch.tensor([[part.numel() for part in parts], receive])
+        x = exchange_rows(torch.cat(parts), splits_2P, cut.group).view(shape)
     return x
 
 
