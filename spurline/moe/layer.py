@@ -109,10 +109,9 @@ class MoE(nn.Module):
             return self._forward_under_autocast(x_TD, x.shape, num_tokens_P)
         routing = self.router(x_TD, x.shape[:-2].numel())
         plan = self.dispatcher.plan(routing, num_tokens_P)
-        shared_TD = None if self.shared_experts is None else self.shared_experts(x_TD)
         rows = plan.dispatch(x_TD)
-        if shared_TD is not None:
-            rows = replace(rows, onto_TD=shared_TD, may_overwrite=self._owns_shared_output())
+        if self.shared_experts is not None:  # computed while rows travel
+            rows = replace(rows, onto_TD=self.shared_experts(x_TD), may_overwrite=self._owns_shared_output())
         return plan.combine(self.experts(rows)).view(x.shape)
 
     def _forward_under_autocast(self, x_TD: Tensor, shape: torch.Size, num_tokens_P: list[int] | None) -> Tensor:
