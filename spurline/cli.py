@@ -1,4 +1,4 @@
-"""The `spurline` command: finds the command that was asked for, and loads nothing else."""
+"""The `spurline` command line: imports and runs only the module of the requested command."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from importlib import import_module
 
 from spurline.version import __version__
 
-# name: (one line for the help, "module:function"); the function takes the command's arguments and returns an exit code.
+# name: (help line, "module:function"); the function takes the command's arguments and returns an exit code.
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("Train a model, from a preset or from an earlier run's config.json.", "spurline.tools.train:main"),
     "configs": ("List the model families and their presets, with parameter counts.", "spurline.tools.configs:main"),
-    "generate": ("Have the model of a run write on after a prompt.", "spurline.tools.generate:main"),
-    "checkpoint": ("List, check, look into and remove the checkpoints of a run.", "spurline.tools.checkpoint:main"),
-    "convert": ("Read a Hugging Face model, or write a checkpoint as one.", "spurline.tools.convert:main"),
-    "data": ("Prepare data for training, and check what was prepared.", "spurline.tools.data:main"),
-    "tokenizer": ("Train a tokenizer, or look at one.", "spurline.tools.tokenizer:main"),
-    "report": ("Write one HTML page about one run, or several together.", "spurline.tools.report:main"),
-    "doctor": ("Say what is installed and what works here.", "spurline.tools.doctor:main"),
-    "bench": ("Measure the layer and the step beside installed peers.", "spurline.tools.bench:main"),
-    "verify": ("Check that every way to train equals the reference, on CPU ranks.", "spurline.tools.verify:main"),
+    "generate": ("Generate text from a trained model.", "spurline.tools.generate:main"),
+    "checkpoint": ("List, verify, inspect and prune the checkpoints of a run.", "spurline.tools.checkpoint:main"),
+    "convert": ("Import a Hugging Face model, or export a checkpoint as one.", "spurline.tools.convert:main"),
+    "data": ("Tokenize data ahead of training, and verify the result.", "spurline.tools.data:main"),
+    "tokenizer": ("Train or inspect a tokenizer.", "spurline.tools.tokenizer:main"),
+    "report": ("Write an HTML report of one run, or a comparison of several.", "spurline.tools.report:main"),
+    "doctor": ("Show the environment: versions, devices, backends, compilers.", "spurline.tools.doctor:main"),
+    "bench": ("Benchmark the MoE layer and the training step against peers.", "spurline.tools.bench:main"),
+    "verify": ("Check all training modes against the reference, on CPU ranks.", "spurline.tools.verify:main"),
 }
 
 HELP = """\
@@ -37,18 +37,18 @@ examples
   spurline train --module deepseek_v3 --config deepseek_v3_debugmodel
   spurline train --module deepseek_v3 --config deepseek_v3_debugmodel --dry-run
 
-`spurline COMMAND --help` explains a command, `spurline --version` says which
-version this is."""
+`spurline COMMAND --help` shows the options of a command, `spurline --version`
+the installed version."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line `argv` (default: the process's own) and return its exit code."""
+    """Run the command line `argv` (default: sys.argv) and return its exit code."""
     try:
         try:
             return _run(sys.argv[1:] if argv is None else argv)
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:  # `spurline ... | head` has read enough
+    except BrokenPipeError:  # the reader closed the pipe, as in `spurline ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 
@@ -65,7 +65,7 @@ def _run(argv: list[str]) -> int:
     if name not in COMMANDS:
         near = get_close_matches(name, COMMANDS, n=1)
         hint = f"Did you mean {near[0]}?" if near else f"Commands: {', '.join(COMMANDS)}"
-        print(f"spurline: no such command {name!r}. {hint}", file=sys.stderr)
+        print(f"spurline: unknown command {name!r}. {hint}", file=sys.stderr)
         return 2
     module, function = COMMANDS[name][1].split(":")
     return getattr(import_module(module), function)(rest)

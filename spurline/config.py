@@ -1,6 +1,6 @@
-"""The configuration of a run: small sections, each of which checks itself. Free of torch.
+"""The configuration of a run, in small sections that validate themselves. Torch-free.
 
-The comments below each field are what `spurline train --help` shows.
+`spurline train --help` shows the docstring below each field.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from spurline.parameter_rules import ParameterRule, rule_problem
 
 @dataclass(frozen=True)
 class ParallelFacts:
-    """What a model has that ranks can share."""
+    """The sizes of a model that parallelism degrees must divide."""
 
     num_heads: int
     """Attention heads."""
     num_kv_heads: int | None = None
-    """Heads of keys and values, where the query heads share them in groups."""
+    """Key/value heads of grouped-query attention; None where every query head has its own."""
     num_experts: int = 0
-    """Experts of an MoE layer (0: the model has none)."""
+    """Experts per MoE layer (0: a dense model)."""
     expert_hidden_dim: int = 0
     """Hidden width of one expert."""
     split_widths: tuple[tuple[str, int], ...] = ()
-    """What else tensor parallelism splits, with the name of its option."""
+    """Other sizes that tensor parallelism splits, as (option name, size)."""
 
 
 class ModelConfig(Protocol):
-    """What a model family's config offers to the trainer and the tools."""
+    """The interface of a model family's config, as the trainer and the tools use it."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -62,7 +62,7 @@ def _at_least(section: Any, **least: float) -> list[str]:
 @dataclass(frozen=True)
 class Job:
     dump_folder: str = ""
-    """Folder the run is written to; empty means outputs/<config>."""
+    """Folder for everything the run writes (empty: outputs/<config>)."""
 
     def problems(self) -> list[str]:
         return []
@@ -71,23 +71,25 @@ class Job:
 @dataclass(frozen=True)
 class Training:
     steps: int = 100
-    """Optimizer steps."""
+    """Number of optimizer steps."""
     seq_len: int = 256
-    """Tokens a sequence."""
+    """Sequence length in tokens."""
     local_batch_size: int = 8
-    """Sequences in one forward pass on one rank."""
+    """Micro-batch size: sequences per forward pass per data-parallel rank."""
     global_batch_size: int = -1
-    """Sequences a step over all ranks; it fixes the data whatever their number (-1: local_batch_size on each rank)."""
+    """Sequences per optimizer step over all ranks, reached by gradient accumulation (-1: local_batch_size on each
+    data-parallel rank). Set it to train on the same data with any number of ranks."""
     seed: int = 0
-    """Seed of the initial weights, the data order and the sampling."""
+    """Random seed for initial weights, data order and sampling."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of activations and matrix products; the parameters and the optimizer stay in float32."""
+    """Compute dtype of activations and matmuls; parameters and optimizer state stay float32."""
     max_grad_norm: float = 1.0
-    """Clip the gradient to this norm (0 = off)."""
+    """Clip the global gradient norm to this value (0: no clipping)."""
     threads: int = 0
-    """CPU threads a rank (0: torch's choice). Recorded, as it changes the last bits of a sum."""
+    """Intra-op CPU threads per rank (0: PyTorch's default). Reductions may differ in the last bits between values."""
     keep_freed_memory: bool = True
-    """Have the C library keep what a step frees for the next one (Linux): faster, with a little more memory."""
+    """Keep freed memory in the process instead of returning it to the OS (glibc only): fewer page faults per step,
+    slightly higher memory use."""
 
     def problems(self) -> list[str]:
         found = _at_least(self, steps=1, seq_len=1, local_batch_size=1, max_grad_norm=0, threads=0)
@@ -105,15 +107,15 @@ class Optimizer:
     lr: float = 3e-3
     """Peak learning rate, of both."""
     beta1: float = 0.9
-    """AdamW: how long the mean of the gradient remembers."""
+    """AdamW: decay rate of the running mean of gradients."""
     beta2: float = 0.95
-    """AdamW: how long the mean of its square remembers."""
+    """AdamW: decay rate of the running mean of squared gradients."""
     eps: float = 1e-8
     """AdamW: added to the root of the mean square, which divides the mean."""
     weight_decay: float = 0.1
     """Decoupled weight decay, applied to matrices only."""
     momentum: float = 0.95
-    """Muon: how long the mean of the gradient remembers."""
+    """Muon: decay rate of the running mean of gradients."""
     nesterov: bool = True
     """Muon: Nesterov momentum."""
     adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
@@ -141,16 +143,16 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class LRScheduler:
-    """The learning rate warms up, stays, and decays."""
+    """Warmup-stable-decay schedule: linear warmup, constant peak, decay."""
 
     warmup_steps: int = 10
-    """Steps of the linear warm-up."""
+    """Steps of linear warmup (0: start at the peak)."""
     decay_ratio: float = 0.5
-    """Share of the steps, at the end, over which the rate decays."""
+    """Fraction of all steps, at the end of the run, over which the learning rate decays (0: no decay)."""
     decay_type: Literal["linear", "cosine", "sqrt"] = "linear"
     """Shape of the decay."""
     min_lr_factor: float = 0.0
-    """The last rate, as a share of the peak."""
+    """Final learning rate, as a fraction of the peak."""
 
     def problems(self) -> list[str]:
         found = _at_least(self, warmup_steps=0)
@@ -164,16 +166,16 @@ class LRScheduler:
 
 @dataclass(frozen=True)
 class Parallelism:
-    """replicate x shard x tensor = the number of ranks; expert x expert_tensor divides shard x tensor."""
+    """replicate x shard x tensor = number of ranks; expert x expert_tensor must divide shard x tensor."""
 
     data_parallel_replicate_degree: int = 1
-    """Copies of the model (HSDP)."""
+    """Replicas of the model (HSDP; 1: none, that is plain FSDP)."""
     data_parallel_shard_degree: int = -1
-    """Ranks that share one copy's parameters (FSDP2); -1 takes the ranks that are left."""
+    """Ranks over which FSDP2 shards each replica's parameters (-1: all remaining ranks)."""
     tensor_parallel_degree: int = 1
-    """Ranks that split each matrix, with the sequence split between them."""
+    """Ranks that split every dense weight matrix, with sequence parallelism between blocks."""
     expert_parallel_degree: int = 1
-    """Ranks that split the experts."""
+    """Ranks over which the experts of each MoE layer are distributed."""
     expert_tensor_parallel_degree: int = 1
     """Ranks that split each expert's hidden width."""
 
@@ -191,11 +193,11 @@ class Parallelism:
 @dataclass(frozen=True)
 class Compile:
     enable: bool = False
-    """Compile with torch.compile."""
+    """Use torch.compile."""
     components: str = "model,loss"
-    """What is compiled: model (each block by itself), loss, or model,loss."""
+    """Comma-separated components to compile: model (each block separately), loss."""
     backend: str = "inductor"
-    """Backend of torch.compile; aot_eager traces the same graphs without generating code."""
+    """torch.compile backend; aot_eager captures the same graphs without code generation, for debugging."""
 
     @property
     def parts(self) -> set[str]:
@@ -211,7 +213,8 @@ class Compile:
 @dataclass(frozen=True)
 class ActivationCheckpoint:
     mode: Literal["none", "full", "selective"] = "none"
-    """What a block computes again in the backward pass to save memory: nothing, all of it, or all that is cheap."""
+    """What each block recomputes in backward to save memory: nothing, everything, or (selective) only cheap ops,
+    keeping attention, large matmuls, routing and exchanged rows."""
 
     def problems(self) -> list[str]:
         return []
@@ -220,15 +223,15 @@ class ActivationCheckpoint:
 @dataclass(frozen=True)
 class Checkpoint:
     enable: bool = False
-    """Write checkpoints, and go on from the newest one in the run folder."""
+    """Save checkpoints, and resume from the newest one in the run folder."""
     interval: int = 100
-    """Steps between checkpoints; the last step always writes one."""
+    """Steps between checkpoints; the last step is always saved."""
     keep_latest_k: int = 3
-    """How many checkpoints stay (0 = all)."""
+    """Number of newest checkpoints to keep (0: keep all)."""
     keep_best: bool = False
-    """Let the one with the lowest validation loss stay too; each is then validated."""
+    """Also keep the checkpoint with the lowest validation loss; runs a validation before every checkpoint."""
     async_mode: Literal["disabled", "async"] = "disabled"
-    """async: only copy the state, and write it while training goes on."""
+    """async: training waits only for a copy of the state in memory; a background thread writes it to disk."""
 
     def problems(self) -> list[str]:
         return _at_least(self, interval=1, keep_latest_k=0)
@@ -237,24 +240,26 @@ class Checkpoint:
 @dataclass(frozen=True)
 class Data:
     path: str = ""
-    """Prepared data, or text, JSONL or Parquet, in a file or folder; or hf://NAME; several with commas between.
-    Empty means the Python standard library's own source."""
+    """Comma-separated sources: files or folders of text, JSONL or Parquet, folders from `spurline data prepare`, or
+    hf://NAME (empty: the source code of the Python standard library)."""
     pattern: str = "*"
-    """Which files of a folder are read, at any depth (e.g. *.md)."""
+    """Glob that selects files within a folder, at any depth (e.g. *.md)."""
     validation_fraction: float = 0.02
-    """Share of the tokens that is held out for the validation loss."""
+    """Fraction of the tokens held out for validation (0: none)."""
     weights: str = ""
-    """How often each path is read, such as 3,1 (empty: as its size is, or as it was prepared)."""
+    """Comma-separated sampling weight of each source, e.g. 3,1 (empty: in proportion to size, or the weights stored
+    in prepared data)."""
     text_field: str = "text"
-    """Where JSONL, Parquet and Hugging Face data sets have their text."""
+    """Name of the text field in JSONL, Parquet and Hugging Face datasets."""
     tokenizer: str = ""
-    """A tokenizer's JSON file or Hugging Face folder; empty means that of prepared data, or else bytes."""
+    """A tokenizer.json file or a folder that has one (empty: the tokenizer of the prepared data, else bytes)."""
     mask_documents: bool = False
-    """Let a token see those of its own document alone, not of others in the same training window."""
+    """Restrict attention to tokens of the same document within a packed sequence."""
     kind: Literal["text", "pictures"] = "text"
-    """Text, or pictures: then the path is a JSONL file of {"image": path, "text": ...}, and empty for drawn ones."""
+    """Text, or images with captions; images come from a JSONL file of {"image": path, "text": ...} (empty path:
+    generated images of colored shapes)."""
     max_pixels: int = 65_536
-    """Pictures with more pixels are scaled down to this many."""
+    """Downscale images with more pixels than this."""
 
     def problems(self) -> list[str]:
         found: list[str] = []
@@ -262,14 +267,14 @@ class Data:
             found.append(f"validation_fraction must be in [0, 1), got {self.validation_fraction}")
         found += _at_least(self, max_pixels=1024)
         if self.mask_documents and self.kind != "text":
-            found.append("mask_documents is for text: each picture has a window of its own")
+            found.append("mask_documents is supported for data.kind text only")
         if self.weights and not self.shares:
-            found.append(f"weights must be positive numbers with commas between, such as 3,1, got {self.weights!r}")
+            found.append(f"weights must be comma-separated positive numbers, such as 3,1, got {self.weights!r}")
         return found
 
     @property
     def shares(self) -> list[Fraction]:
-        """The weights as exact numbers; none if they aren't given, or wrong."""
+        """The weights as exact fractions; empty if none are given or they are invalid."""
         try:
             shares = [Fraction(weight.strip()) for weight in self.weights.split(",")]
         except (ValueError, ZeroDivisionError):
@@ -280,27 +285,27 @@ class Data:
 @dataclass(frozen=True)
 class Metrics:
     log_interval: int = 1
-    """Steps between lines of metrics.jsonl and updates of the progress line."""
+    """Steps between records in metrics.jsonl and updates of the progress line."""
     validation_interval: int = 50
-    """Steps between validation losses (0 = only at the end)."""
+    """Steps between validations (0: only after the last step)."""
     validation_batches: int = 4
-    """Micro-batches in a validation loss (0 = no validation)."""
+    """Micro-batches per rank in each validation (0: no validation)."""
     sample_tokens: int = 320
-    """Tokens of text generated at the end (0 = none)."""
+    """Tokens to generate after the last step, as a sample (0: no sample)."""
     sample_temperature: float = 0.8
-    """How freely the sample is drawn (0: always the likeliest token)."""
+    """Softmax temperature of the sample (0: greedy)."""
     sample_prompt: str = "def "
-    """What the sample starts from."""
+    """Prompt of the sample."""
     report: bool = True
-    """Write report.html to the run folder at the end: curves, expert loads, samples, in one page."""
+    """Write report.html (curves, expert load, samples) to the run folder after the last step."""
     layer_times: bool = True
-    """Tell apart in each step's time what experts and the exchange of rows take (not of compiled models)."""
+    """Report the time of each step spent in experts and in routing, dispatch and combine (eager models only)."""
     tensorboard: bool = True
-    """Write event files for TensorBoard too, where it is installed."""
+    """Also write TensorBoard event files, if tensorboard is installed."""
     wandb: Literal["off", "online", "offline"] = "off"
-    """Send metrics to Weights & Biases; offline keeps them in the run folder for `wandb sync`."""
+    """Send metrics to Weights & Biases; offline stores them in the run folder for `wandb sync`."""
     wandb_project: str = "spurline"
-    """Project that Weights & Biases shows the run in."""
+    """Weights & Biases project."""
 
     def problems(self) -> list[str]:
         return _at_least(
@@ -310,14 +315,14 @@ class Metrics:
 
 @dataclass(frozen=True)
 class Profile:
-    """What a few steps spend their time on: a Chrome trace and a table of operations in <run folder>/profile."""
+    """Profile a few steps with torch.profiler: writes a Chrome trace and a table of ops to <run folder>/profile."""
 
     enable: bool = False
-    """Profile some steps, on the first rank."""
+    """Run the profiler, on rank 0."""
     first_step: int = 5
-    """The first of them."""
+    """First step to profile; skip the first few, which include one-time costs."""
     steps: int = 3
-    """How many."""
+    """Number of steps to profile."""
 
     def problems(self) -> list[str]:
         return _at_least(self, first_step=1, steps=1)
@@ -326,13 +331,13 @@ class Profile:
 @dataclass(frozen=True)
 class Debug:
     moe_force_load_balance: bool = False
-    """Send token-slot i to expert i % E, whatever the gate says."""
+    """Ignore the router's choice and assign experts round-robin: slot i goes to expert i % num_experts."""
     deterministic: bool = False
-    """Refuse operations that may differ from run to run."""
+    """Call torch.use_deterministic_algorithms: ops without a deterministic implementation raise an error."""
     separate_expert_units: bool = False
-    """Shard experts by an FSDP2 call of their own, as PyTorch builds without per-parameter meshes need it."""
+    """Wrap each layer's experts in their own FSDP2 unit, as on PyTorch builds without per-parameter meshes."""
     stop_after: int = 0
-    """End cleanly after this step, as if interrupted, with the schedule of the full run (0 = off)."""
+    """Stop after this step but keep the learning rate schedule of all training.steps, to test resuming (0: off)."""
 
     def problems(self) -> list[str]:
         return _at_least(self, stop_after=0)
@@ -343,9 +348,9 @@ M = TypeVar("M", bound=ModelConfig)
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(Generic[M]):
-    """Everything a run depends on: `config.json` holds just this, and reproduces the run.
+    """Everything a run depends on. Stored as `config.json`, which reproduces the run.
 
-    The order is that of the help: the model is the longest, so it comes last.
+    Sections are in the order of `--help`; the model comes last because it has the most options.
     """
 
     job: Job = field(default_factory=Job)
@@ -363,7 +368,7 @@ class RunConfig(Generic[M]):
     model: M
 
     def problems(self) -> list[str]:
-        """Everything that is wrong, each with the option it is about."""
+        """All validation errors, each prefixed with its option."""
         found: list[str] = []
         for section in dataclasses.fields(self):
             value = getattr(self, section.name)
@@ -372,7 +377,7 @@ class RunConfig(Generic[M]):
                 about_an_option = problem.split(" ", 1)[0].split(".")[0] in names
                 found.append(f"{section.name}.{problem}" if about_an_option else f"{section.name}: {problem}")
         if self.data.kind == "pictures" and not hasattr(self.model, "vision"):
-            found.append("data.kind pictures: this model reads text alone; one that sees is --module qwen3_vl")
+            found.append("data.kind pictures needs a model with a vision encoder, such as --module qwen3_vl")
         if self.checkpoint.keep_best and not (self.metrics.validation_batches and self.data.validation_fraction):
             found.append(
                 "checkpoint.keep_best needs a validation loss: set metrics.validation_batches and"
@@ -385,7 +390,7 @@ class RunConfig(Generic[M]):
 
 
 def _not_finite(section: Any) -> list[str]:
-    """The floats, at any depth, that no comparison below would catch."""
+    """Errors for floats, at any depth, that are NaN or infinite: NaN passes every range check below."""
     found: list[str] = []
     for f in dataclasses.fields(section):
         value = getattr(section, f.name)

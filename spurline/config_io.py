@@ -1,4 +1,4 @@
-"""A run's config as a JSON file and back, exactly. Free of torch."""
+"""Lossless conversion between a run's config and JSON. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from spurline.models import family_configs, family_names
 
 
 class ConfigError(ValueError):
-    """Everything that is wrong with a configuration, one line each."""
+    """All validation errors of a configuration, one line each."""
 
     def __init__(self, problems: list[str]) -> None:
         super().__init__("\n".join(problems))
@@ -24,13 +24,13 @@ class ConfigError(ValueError):
 
 
 def to_json(module: str, config_name: str, run_config: RunConfig[Any]) -> str:
-    """What `config.json` holds: the names of the family and the preset, then every section with every value."""
+    """The content of `config.json`: family and preset names, then every section with all its values."""
     content = {"module": module, "config": config_name, **dataclasses.asdict(run_config)}
     return json.dumps(content, indent=2) + "\n"
 
 
 def save(path: str | Path, module: str, config_name: str, run_config: RunConfig[Any]) -> None:
-    """Write `path` under a temporary name and rename it, so that a reader never sees half a file."""
+    """Write `path` atomically: to a temporary file that is then renamed."""
     path = Path(path)
     temporary = path.with_name(path.name + ".tmp")
     try:
@@ -41,10 +41,10 @@ def save(path: str | Path, module: str, config_name: str, run_config: RunConfig[
 
 
 def load(path: str | Path) -> tuple[str, str, RunConfig[Any]]:
-    """Read what `save` wrote: (module, config name, config). A ConfigError names everything that doesn't fit."""
+    """Read what `save` wrote: (module, config name, config). Raises a ConfigError with every invalid entry."""
     content = _read_json(path)
     if not isinstance(content, dict):
-        raise ConfigError([f"{path}: a config file is a JSON object with sections, not {_shown(content)}"])
+        raise ConfigError([f"{path}: a config file must be a JSON object of sections, got {_shown(content)}"])
     module, config_name = content.pop("module", ""), content.pop("config", "")
     problems = preset_problems(module, config_name)
     if not problems:
@@ -56,12 +56,12 @@ def load(path: str | Path) -> tuple[str, str, RunConfig[Any]]:
 
 
 def preset_problems(module: Any, config_name: Any, prefix: str = "") -> list[str]:
-    """Why there is no such preset, and what there is instead; empty when there is one."""
+    """Why there is no such preset, with the available ones; empty if it exists."""
     found = not_among(f"{prefix}module", module, family_names())
     if not found:
         found += not_among(f"{prefix}config", config_name, sorted(family_configs(module)))
     elif not config_name:
-        found.append(f"{prefix}config is missing: `spurline configs` lists what there is")
+        found.append(f"{prefix}config is missing: `spurline configs` lists the presets")
     return found
 
 
@@ -73,13 +73,13 @@ def not_among(name: str, given: Any, choices: list[str]) -> list[str]:
 
 
 def did_you_mean(name: str, choices: Iterable[str], prefix: str = "") -> str:
-    """A sentence with the choice that looks most like `name`; just a full stop when nothing does."""
+    """A sentence that suggests the closest match to `name`; only a period if there is none."""
     near = get_close_matches(name, list(choices), n=1)
     return f". Did you mean {prefix}{near[0]}?" if near else "."
 
 
 def expected(hint: Any, none: str = "None") -> str:
-    """A type in a user's words: `an integer`, `one of linear, cosine, sqrt`, `an integer or None`."""
+    """A type as text for error messages: `an integer`, `one of linear, cosine, sqrt`, `an integer or None`."""
     if get_origin(hint) is Literal:
         return "one of " + ", ".join(map(str, get_args(hint)))
     if _is_union(hint):
@@ -87,7 +87,7 @@ def expected(hint: Any, none: str = "None") -> str:
     if get_origin(hint) in (list, tuple):
         return "a list"
     if dataclasses.is_dataclass(get_origin(hint) or hint):
-        return "a section with its options"
+        return "a section (JSON object)"
     names = {int: "an integer", float: "a number", str: "text", bool: "true or false", type(None): none}
     return names.get(hint, str(hint))
 
@@ -105,7 +105,7 @@ def _read_json(path: str | Path) -> Any:
 
 
 def _convert(hint: Any, value: Any, where: str, problems: list[str]) -> Any:
-    """The JSON `value` as a value of type `hint`; what doesn't fit is added to `problems`, with its dotted name."""
+    """Convert the JSON `value` to type `hint`; type errors are appended to `problems` under the dotted name `where`."""
     origin, parts = get_origin(hint), get_args(hint)
     if isinstance(value, dict) and dataclasses.is_dataclass(origin or hint):
         return _convert_dataclass(origin or hint, parts, value, where, problems)
@@ -127,7 +127,7 @@ def _convert(hint: Any, value: Any, where: str, problems: list[str]) -> Any:
             )
     elif hint is float and type(value) is int:
         return float(value)
-    elif type(value) is hint:  # not isinstance: True is an int to Python, not to a user
+    elif type(value) is hint:  # not isinstance, which accepts True as an int
         return value
     problems.append(f"{where}: {_shown(value)} is not {expected(hint, none='null')}")
     return None
@@ -158,6 +158,6 @@ def _is_union(hint: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """`value` as JSON writes it, cut to what fits into a message."""
+    """`value` as JSON, truncated to 40 characters."""
     text = json.dumps(value)
     return text if len(text) <= 40 else text[:37] + "..."

@@ -1,4 +1,4 @@
-"""The one file that knows which devices there are."""
+"""Device selection. The only file that names specific accelerators."""
 
 import os
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-# Dense matrix products in bfloat16, operations a second, by what a device calls itself; the first that fits counts.
+# Peak dense bfloat16 FLOP/s by a substring of the device name; the first match applies, so longer names come first.
 _PEAK_BF16_FLOPS = {
     "GB200": 2.5e15,
     "B200": 2.25e15,
@@ -23,19 +23,19 @@ _PEAK_BF16_FLOPS = {
     "L4": 121e12,
     "MI325X": 1307e12,
     "MI300X": 1307e12,
-    "MI250X": 191.5e12,  # one of its two dies, which is what a process sees
+    "MI250X": 191.5e12,  # one of its two dies: each is a device of its own
 }
 
 
 def pick_device() -> torch.device:
-    """The accelerator of this process if there is one, else the CPU."""
+    """The accelerator of this process (by LOCAL_RANK) if there is one, else the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return torch.device("cpu")
 
 
 def start_process_group(device: torch.device) -> None:
-    """Join the ranks that torchrun started: over nccl on accelerators, over gloo on CPUs."""
+    """Initialize torch.distributed from torchrun's environment: nccl on accelerators, gloo on CPUs."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", device_id=device)
@@ -44,15 +44,15 @@ def start_process_group(device: torch.device) -> None:
 
 
 def peak_memory_bytes(device: torch.device) -> int | None:
-    """The most memory held at once: of the device, or of this process where the device is the CPU."""
+    """Peak allocated memory of the device, or peak resident memory of this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return process_peak_memory_bytes()
 
 
 def process_peak_memory_bytes() -> int | None:
-    """The most memory this process has held at once, or None where the system doesn't say (Windows)."""
-    # First what Linux says: its getrusage also counts what the process that started this one had held.
+    """Peak resident memory of this process; None where it is not available (Windows)."""
+    # On Linux, ru_maxrss is inherited from the parent process, VmHWM is not.
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:
@@ -68,7 +68,7 @@ def process_peak_memory_bytes() -> int | None:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """The most operations a second that one device can do in matrix products, where it is known: in bfloat16 alone."""
+    """Peak dense matmul FLOP/s of one device; None unless the device is listed above and dtype is bfloat16."""
     if device.type != "cuda" or dtype != torch.bfloat16:
         return None
     name = torch.cuda.get_device_name(device)

@@ -1,4 +1,4 @@
-"""What users add to Spurline without changing it: packages that register parts of their own by name. Free of torch."""
+"""Plugins: user packages that register components (model families, routers, ...) by name. Torch-free."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from spurline.models import family_configs, family_names
 from spurline.registry import error_in_one_line
 
 GROUP = "spurline.plugins"
-"""The entry points of installed packages that are loaded: each names a module, or a function to call."""
+"""Entry point group of plugins; each entry point names a module to import or a function to call."""
 
-_loaded: set[tuple[str, str]] = set()  # entry points by name and value, so that none is called twice
+_loaded: set[tuple[str, str]] = set()  # (name, value) of entry points, so that none is called twice
 
 
 def load_plugins(package: str = "") -> list[str]:
-    """Load the installed plug-ins, then a package, which may lie in the working directory; returns what went wrong."""
+    """Load installed plugins, then `package` (the working directory is searched too); returns the errors."""
     problems = []
     for entry in entry_points(group=GROUP):
         if (entry.name, entry.value) not in _loaded:
@@ -58,4 +58,4 @@ def _run_entry_point(entry: EntryPoint) -> None:
 
 def _who(entry: EntryPoint) -> str:
     package = f" of the package {entry.dist.name} {entry.dist.version}" if entry.dist else ""
-    return f"plug-in {entry.name}{package}"
+    return f"plugin {entry.name}{package}"

@@ -1,6 +1,6 @@
-"""Parts by name: ours, and those that users register. Free of torch.
+"""Registries of components by name, built-in or registered by users. Torch-free.
 
-A part is the object itself, or "module:attribute", which is imported when it is needed.
+A component is the object itself, or a string "module:attribute" that is imported on first use.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ T = TypeVar("T")
 
 
 def register(kind: str, known: dict[str, T], name: str, value: T) -> None:
-    """Add what `name` stands for to the known ones; a ValueError if it already stands for something else."""
+    """Add `name` to the registry `known`; raises a ValueError if it is registered with another value."""
     if known.setdefault(name, value) != value:
-        raise ValueError(f"{kind} {name!r} is registered already, as {_origin(known[name])}: choose another name")
+        raise ValueError(f"{kind} {name!r} is already registered as {_origin(known[name])}: choose another name")
 
 
 def unknown(kind: str, name: str, known: Collection[str]) -> list[str]:
-    """Why `name` can't be used, in a line with what is spelled alike; empty if it is among the known ones."""
+    """An error that suggests the closest known name; empty if `name` is known."""
     if name in known:
         return []
     near = get_close_matches(name, known, n=1)
-    hint = f". Did you mean {near[0]!r}?" if near else ";"
-    return [f"{kind} {name!r} is not known{hint} There are: {', '.join(sorted(known))} (--import loads your own)"]
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return [f"{kind} {name!r} is not known.{hint} Choose from: {', '.join(sorted(known))} (--import loads your own)"]
 
 
 def resolve(kind: str, name: str, known: Mapping[str, Any]) -> Any:
-    """What `name` stands for; one that was registered as "module:attribute" is imported now."""
+    """The component registered as `name`; a "module:attribute" string is imported."""
     if problems := unknown(kind, name, known):
         raise ValueError(problems[0])
     value = known[name]
@@ -45,7 +45,7 @@ def resolve(kind: str, name: str, known: Mapping[str, Any]) -> Any:
 
 
 def error_in_one_line(error: Exception) -> str:
-    """An error of a user's code in one line: what it says, and where, unless that is clear or Spurline says it."""
+    """Format an exception from user code as one line, with file and line unless it is an ImportError or our own."""
     lines = str(error).splitlines()
     message = lines[0] if lines else ""
     trace = traceback.extract_tb(error.__traceback__)

@@ -98,7 +98,7 @@ def test_everything_that_does_not_fit_is_told_at_once(tmp_path):
         'optimizer.lr: "fast" is not a number',
         "compile.enable: 1 is not true or false",
         "metrics is missing",
-        "debug: [] is not a section with its options",
+        "debug: [] is not a section (JSON object)",
         "model.moe.top_k: true is not an integer",
         "model.moe.num_limited_groups: 1.5 is not an integer or null",
     ]
@@ -112,9 +112,9 @@ def test_broken_json_says_where(tmp_path):
 
 
 def test_json_that_is_no_object(tmp_path):
-    assert problems(write(tmp_path, [1, 2])) == ["a config file is a JSON object with sections, not [1, 2]"]
+    assert problems(write(tmp_path, [1, 2])) == ["a config file must be a JSON object of sections, got [1, 2]"]
     (problem,) = problems(write(tmp_path, list(range(100))))
-    assert problem.endswith("not [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11...")
+    assert problem.endswith("got [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11...")
 
 
 def test_file_that_is_not_text(tmp_path):

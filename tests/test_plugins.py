@@ -51,7 +51,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
 @pytest.fixture
 def install(write: Callable[[str, str], None]) -> Callable[[str], None]:
-    """Makes a plug-in look as if its package was installed."""
+    """Makes a plugin look as if its package was installed."""
 
     def make_dist_info(target: str) -> None:
         write("my_dist-1.2.dist-info/METADATA", "Metadata-Version: 2.1\nName: my-dist\nVersion: 1.2\n")
@@ -91,11 +91,11 @@ def test_function_of_an_entry_point_is_called_once(write, install, capsys) -> No
         ("raise RuntimeError('first\\nsecond')", "RuntimeError: first ({file}, line 1)"),
         (
             "from spurline.models import register_family\nregister_family('qwen3', 'mine')",
-            "model family 'qwen3' is registered already, as spurline.models.qwen3: choose another name",
+            "model family 'qwen3' is already registered as spurline.models.qwen3: choose another name",
         ),
         (
             "from spurline.moe import register_dispatcher\nregister_dispatcher('local', print)",
-            "dispatcher 'local' is registered already, as spurline.moe.dispatch.local:LocalDispatcher:"
+            "dispatcher 'local' is already registered as spurline.moe.dispatch.local:LocalDispatcher:"
             " choose another name",
         ),
         (REGISTERS_A_FAMILY, "model family 'mine': No module named 'my_family'"),
@@ -107,7 +107,7 @@ def test_broken_plugin_is_one_line(write, install, capsys, tmp_path, text: str, 
     words = words.format(file=tmp_path / "my_plugin.py")
     if way == "entry point":
         install("my_plugin")
-        assert complaints(capsys, "configs") == [f"spurline configs: plug-in mine of the package my-dist 1.2: {words}"]
+        assert complaints(capsys, "configs") == [f"spurline configs: plugin mine of the package my-dist 1.2: {words}"]
     else:
         expected = [f"spurline configs: --import my_plugin: {words}"]
         assert complaints(capsys, "configs", "--import", "my_plugin") == expected
@@ -117,14 +117,14 @@ def test_broken_plugin_is_one_line(write, install, capsys, tmp_path, text: str, 
 def test_every_command_that_builds_models_loads_plugins(write, install, capsys, command: str) -> None:
     install("no_such_module")
     told = complaints(capsys, *WITH_IMPORT[command], "--import", "no_such_package")
-    assert "  plug-in mine of the package my-dist 1.2: No module named 'no_such_module'" in told
+    assert "  plugin mine of the package my-dist 1.2: No module named 'no_such_module'" in told
     assert "  --import no_such_package: No module named 'no_such_package'" in told
 
 
 def test_the_same_thing_may_be_registered_again(write) -> None:
     for _ in range(2):
         register_router("again", "somewhere:Router")
-    with pytest.raises(ValueError, match="router 'again' is registered already, as somewhere:Router"):
+    with pytest.raises(ValueError, match="router 'again' is already registered as somewhere:Router"):
         register_router("again", "elsewhere:Router")
 
 
@@ -134,7 +134,7 @@ def test_the_same_thing_may_be_registered_again(write) -> None:
 def test_unknown_name_is_told_before_a_run_starts(capsys, option: str, near: str) -> None:
     command = ["train", "--dry-run", "--module", "deepseek_v3", "--config", "deepseek_v3_debugmodel"]
     (line,) = complaints(capsys, *command, f"--model.moe.{option}", f"{near}x")
-    assert f"model.moe.{option} '{near}x' is not known. Did you mean '{near}'? There are: " in line
+    assert f"model.moe.{option} '{near}x' is not known. Did you mean '{near}'? Choose from: " in line
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,8 @@ class MoEConfig:
     experts: str = "swiglu"
     """What an expert computes: swiglu, or a registered name."""
     experts_backend: str = "auto"
-    """The kernel that computes the experts: auto, stream, loop, grouped_mm, bmm, or a registered name."""
+    """Kernel of the expert matmuls: auto (fastest for the device), stream (CPU), loop, grouped_mm, bmm (equal counts
+    only), or a registered name."""
     dispatcher: str = "local"
     """How rows reach their experts: local, or a registered name."""
 

@@ -40,11 +40,11 @@ def test_version(spurline):
 
 
 def test_misspelled_command_suggests_the_nearest(spurline):
-    assert spurline("trian") == (2, "", "spurline: no such command 'trian'. Did you mean train?\n")
+    assert spurline("trian") == (2, "", "spurline: unknown command 'trian'. Did you mean train?\n")
 
 
 def test_unlike_command_lists_what_there_is(spurline):
-    assert spurline("xyz") == (2, "", "spurline: no such command 'xyz'. Commands: " + ", ".join(COMMANDS) + "\n")
+    assert spurline("xyz") == (2, "", "spurline: unknown command 'xyz'. Commands: " + ", ".join(COMMANDS) + "\n")
 
 
 def test_help_configs_dry_run_and_errors_leave_torch_alone(tmp_path):

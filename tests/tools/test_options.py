@@ -147,7 +147,7 @@ def test_nothing_given_says_what_is_missing(spurline):
     assert err.splitlines() == [
         "spurline train: 2 problems",
         f"  --module is missing. Choose from: {', '.join(family_names())}",
-        "  --config is missing: `spurline configs` lists what there is",
+        "  --config is missing: `spurline configs` lists the presets",
     ]
 
 

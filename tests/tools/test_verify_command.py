@@ -262,7 +262,7 @@ def test_unknown_module_and_missing_config(spurline):
     assert err.splitlines() == [
         "spurline verify: 2 problems",
         f"  --module: there is no 'deepseek_v4'. Did you mean deepseek_v3? Choose from: {', '.join(family_names())}",
-        "  --config is missing: `spurline configs` lists what there is",
+        "  --config is missing: `spurline configs` lists the presets",
     ]
 
 

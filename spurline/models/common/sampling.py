@@ -8,11 +8,12 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Sampling:
     temperature: float = 0.8
-    """Divides the logits (0: greedy decoding)."""
+    """Softmax temperature (0: greedy)."""
     top_k: int = 40
-    """Sample from the k most probable tokens only (0: from all)."""
+    """Sample from the k most likely tokens only (0: from all)."""
     top_p: float = 1.0
-    """Of those, sample from the fewest whose probabilities add up to p (nucleus sampling)."""
+    """Nucleus sampling: sample from the smallest set of tokens whose probabilities sum to at least this, after top_k
+    (1: off)."""
 
     def problems(self) -> list[str]:
         """All errors, one message each; empty if it is valid."""
