@@ -1,4 +1,4 @@
-"""`spurline bench`: measure the layer and the step, beside peers that are installed. Free of torch until it starts."""
+"""`spurline bench`: benchmark the MoE layer and the training step. Torch-free until the benchmarks start."""
 
 from __future__ import annotations
 
@@ -20,53 +20,56 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 PROG = "spurline bench"
-PART_NAMES = ("layers", "bf16", "memory", "sweep", "ranks", "step")
+SUITE_NAMES = ("layers", "bf16", "memory", "sweep", "ranks", "step")
 DESCRIPTION = """\
-Measure Spurline beside what else is installed: ratios of medians, with candidates
-that take turns in one process. The floor is the experts' matrix products and
-activations on rows that already lie sorted, and nothing else.
+Benchmark Spurline against installed peers (torchtitan, transformers). Candidates
+run interleaved; results are medians, and ratios to the best peer and to a floor:
+the expert matmuls and activations alone, on rows already sorted by expert.
 
 examples
-  spurline bench                                        everything, many minutes
+  spurline bench                                        all suites, many minutes
   spurline bench --parts layers --cases small decode --threads 1
   spurline bench --check                                exit code 1 if a target is missed
 
-parts
-  layers   forward and backward of the layer in float32
-  bf16     the same in bfloat16, and its error
-  memory   what is kept for backward, and how far a process grows
-  sweep    our layer as tokens, experts a token and experts grow
-  ranks    expert-parallel steps on 2 and 4 local ranks
-  step     a training step of the debug models
+suites (--parts)
+  layers   MoE layer, forward and forward+backward, float32
+  bf16     the same in bfloat16, and its error against float64
+  memory   bytes saved for backward, and growth of the process
+  sweep    our layer with growing token, top-k and expert counts
+  ranks    expert-parallel forward+backward on 2 and 4 local ranks
+  step     training step of the debug models
 
-Peers are measured if they are installed: pip install 'spurline[peers]'."""
+To install the peers: pip install 'spurline[peers]'."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """What `spurline bench` was asked to do."""
+    """The options of `spurline bench`."""
 
-    parts: Annotated[tuple[str, ...], described("NAME ...")] = PART_NAMES
-    """Which benchmarks."""
+    parts: Annotated[tuple[str, ...], described("NAME ...")] = SUITE_NAMES
+    """Benchmark suites to run (default: all)."""
     cases: Annotated[tuple[str, ...], described("NAME ...")] = tuple(CASES)
-    """Which layers, for those benchmarks that have several."""
+    """Layer shapes to run in the suites layers, bf16 and memory: small, medium, medium_zipf, medium_one_hot,
+    medium_uniform, decode (default: all)."""
     threads: Annotated[tuple[int, ...], described("N ...")] = (1, 2)
-    """Numbers of threads, each measured by itself."""
+    """Thread counts; every suite runs once with each (default: 1 2)."""
     seconds: Annotated[float, tyro.conf.arg(metavar="S")] = 20.0
-    """How long candidates take turns, for each figure."""
+    """Measuring time per result, shared by all candidates; raise it on a noisy machine."""
     check: Annotated[bool, tyro.conf.FlagCreatePairsOff, described()] = False
-    """Compare with the targets; exit code 1 if one is missed."""
+    """Compare the results with the targets in bench/figures.py; exit code 1 if one is missed."""
     json: Annotated[str, described("FILE")] = ""
-    """Write all figures to this file."""
+    """Also write all results to this JSON file."""
 
     def problems(self) -> list[str]:
         found = [
-            f"--parts: there is no {name!r}. There are: {', '.join(PART_NAMES)}"
+            f"--parts: there is no {name!r}. Choose from: {', '.join(SUITE_NAMES)}"
             for name in self.parts
-            if name not in PART_NAMES
+            if name not in SUITE_NAMES
         ]
         found += [
-            f"--cases: there is no {name!r}. There are: {', '.join(CASES)}" for name in self.cases if name not in CASES
+            f"--cases: there is no {name!r}. Choose from: {', '.join(CASES)}"
+            for name in self.cases
+            if name not in CASES
         ]
         found += [f"--threads must be at least 1, got {number}" for number in self.threads if number < 1]
         if self.seconds <= 0:
@@ -105,7 +108,7 @@ def _bench(command: Command) -> int:
 
 
 def _measure(command: Command) -> Iterator[list[Figure]]:
-    """The figures in groups: one benchmark, one case, one quantity."""
+    """Yield the results in groups that share suite, case and quantity."""
     import torch
 
     from spurline.bench.suites import PARTS

@@ -1,6 +1,6 @@
-"""`spurline checkpoint`: list a run's checkpoints, check that they are whole, look into one, remove old ones.
+"""`spurline checkpoint`: list, verify, inspect and prune the checkpoints of a run.
 
-Free of torch, but for looking into one.
+Torch-free except for inspect.
 """
 
 from __future__ import annotations
@@ -20,46 +20,47 @@ from spurline.train.checkpoint.folder import CheckpointFolder
 
 PROG = "spurline checkpoint"
 LS = """\
-List the checkpoints of the run in the folder RUN, the newest last. This reads no
-tensors: `verify` tells whether they are whole."""
+List the checkpoints in the run folder RUN, newest last. Tensor files are not
+read; `verify` checks their content."""
 VERIFY = """\
-Read all files of a run's checkpoints, and compare them with their checksums. Exit
-code 1 if one is missing, cut short or changed."""
+Compare every checkpoint file of the run with its recorded checksum. Exit code 1 if
+a file is missing, truncated or changed."""
 INSPECT = """\
-Show what is in a checkpoint, the newest by default: every tensor with its shape,
-type and size, and how the ranks that wrote it shared it."""
+Show the tensors of a checkpoint (the newest by default): name, shape, dtype, size,
+and how the ranks that wrote it sharded each tensor."""
 PRUNE = """\
-Remove all checkpoints of a run but the newest N. The one with the lowest
-validation loss stays too, and so does the newest one that is whole. Without
---yes, only say what would go. Not while the run is training."""
+Remove all but the newest N checkpoints of a run. The checkpoint with the lowest
+validation loss and the newest intact one are always kept. Without --yes this asks
+for confirmation on a terminal, and is a dry run elsewhere. Do not use it while the
+run is training."""
 
 
 @dataclass(frozen=True)
 class Listing:
     json: bool = False
-    """Write one JSON object a line."""
+    """Print JSON lines, one object per checkpoint."""
 
 
 @dataclass(frozen=True)
 class Verify:
     step: Annotated[int | None, described("N")] = None
-    """Only the checkpoint of this step (default: all)."""
+    """Verify only the checkpoint of this step (default: all)."""
 
 
 @dataclass(frozen=True)
 class Inspect:
     step: Annotated[int | None, described("N")] = None
-    """The checkpoint of this step (default: the newest one)."""
+    """Step of the checkpoint to inspect (default: the newest)."""
     json: bool = False
-    """Write one JSON object."""
+    """Print one JSON object."""
 
 
 @dataclass(frozen=True)
 class Prune:
     keep: Annotated[int | None, described("N")] = None
-    """How many of the newest stay; at least 1."""
+    """Number of newest checkpoints to keep (required, at least 1)."""
     yes: bool = False
-    """Remove them, don't ask."""
+    """Remove without asking for confirmation."""
 
 
 def main(argv: list[str]) -> int:
@@ -107,9 +108,9 @@ def verify_checkpoints(runs: list[str], options: Verify) -> int:
             print("\n".join(f"step {step}: {problem}" for problem in problems))
         else:
             files = folder.record(step).files
-            print(f"step {step}: {len(files)} files are whole, {human(sum(f.num_bytes for f in files))} bytes")
+            print(f"step {step}: {len(files)} files intact, {human(sum(f.num_bytes for f in files))} bytes")
     if num_damaged:
-        print(f"{num_damaged} of {len(steps)} checkpoints are damaged: a run goes on from the newest that is not")
+        print(f"{num_damaged} of {len(steps)} checkpoints are damaged: a run resumes from the newest intact one")
     return 1 if num_damaged else 0
 
 
@@ -126,8 +127,8 @@ def inspect_checkpoint(runs: list[str], options: Inspect) -> int:
 
     tensors = stored_tensors(folder.at(step))
     if options.json:
-        told = {**dataclasses.asdict(record), "tensors": [dataclasses.asdict(tensor) for tensor in tensors]}
-        print(json.dumps(told))
+        content = {**dataclasses.asdict(record), "tensors": [dataclasses.asdict(tensor) for tensor in tensors]}
+        print(json.dumps(content))
         return 0
     seen = "-" if record.tokens_seen is None else f"{record.tokens_seen:,}"
     loss = "not measured" if record.validation_loss is None else f"{record.validation_loss:.4f}"
@@ -144,26 +145,26 @@ def inspect_checkpoint(runs: list[str], options: Inspect) -> int:
 def prune_checkpoints(runs: list[str], options: Prune) -> int:
     if options.keep is None or options.keep < 1:
         given = "is missing" if options.keep is None else f"must be at least 1, got {options.keep}"
-        raise ValueError(f"--keep {given}: it says how many checkpoints stay")
+        raise ValueError(f"--keep {given}: give the number of checkpoints to keep")
     folder = _folder(runs[0])
     steps = folder.named_steps()
-    staying = {*steps[-options.keep :], folder.best(), _newest_whole(folder)}
-    going = [step for step in steps if step not in staying]
-    if not going:
+    kept = {*steps[-options.keep :], folder.best(), _newest_intact(folder)}
+    removed = [step for step in steps if step not in kept]
+    if not removed:
         print(f"nothing to remove: {len(steps)} checkpoints")
         return 0
-    names = ", ".join(map(str, going))
+    names = ", ".join(map(str, removed))
     if not options.yes and not (sys.stdin.isatty() and _agrees(f"remove the checkpoints of steps {names}? [y/N] ")):
-        print(f"would remove the checkpoints of steps {names}; --yes does it")
+        print(f"would remove the checkpoints of steps {names}; pass --yes to remove them")
         return 0
-    for step in going:
+    for step in removed:
         folder.remove(step)
     print(f"removed the checkpoints of steps {names}")
     return 0
 
 
 def _writers(num_ranks: int) -> str:
-    """Imported models were written by no rank of a run."""
+    """How many ranks wrote the checkpoint; 0 means it was imported by `spurline convert`."""
     return f"written by {num_ranks} rank{'s' if num_ranks > 1 else ''}" if num_ranks else "imported"
 
 
@@ -171,16 +172,14 @@ def _agrees(question: str) -> bool:
     return input(question).strip().lower() in ("y", "yes")
 
 
-def _newest_whole(folder: CheckpointFolder) -> int | None:
+def _newest_intact(folder: CheckpointFolder) -> int | None:
     return next((step for step in reversed(folder.steps()) if not folder.problems(step)), None)
 
 
 def _folder(run: str) -> CheckpointFolder:
     folder = CheckpointFolder(Path(run).expanduser())
     if not folder.named_steps():
-        raise ValueError(
-            f"{folder.path} has no checkpoints: give a run's folder; runs write them with --checkpoint.enable"
-        )
+        raise ValueError(f"{folder.path} has no checkpoints: give the folder of a run trained with --checkpoint.enable")
     return folder
 
 
@@ -201,7 +200,7 @@ def _entry(folder: CheckpointFolder, step: int) -> dict[str, Any]:
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> str:
-    """The first and the last column to the left, numbers to the right."""
+    """Format rows as a table: first and last column left-aligned, the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for first, *numbers, last in rows:
@@ -212,7 +211,7 @@ def _table(rows: Sequence[tuple[str, ...]]) -> str:
 
 COMMANDS = {
     "ls": Subcommand("List the checkpoints of a run.", "RUN", LS, Listing(), list_checkpoints),
-    "verify": Subcommand("Compare checkpoints with their checksums.", "RUN", VERIFY, Verify(), verify_checkpoints),
+    "verify": Subcommand("Verify the checksums of checkpoints.", "RUN", VERIFY, Verify(), verify_checkpoints),
     "inspect": Subcommand("Show the tensors of a checkpoint.", "RUN", INSPECT, Inspect(), inspect_checkpoint),
     "prune": Subcommand("Remove old checkpoints.", "RUN", PRUNE, Prune(), prune_checkpoints),
 }

@@ -1,4 +1,4 @@
-"""`spurline configs`: the model families and their presets, with parameter counts. Free of torch."""
+"""`spurline configs`: list the model families and their presets, with parameter counts. Torch-free."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from spurline.tools.parsing import UserPackage, described, load_user_code, parse
 
 PROG = "spurline configs"
 DESCRIPTION = """\
-List the model families and their presets, with their parameters: in total, and
-active (those that one token meets)."""
+List the model families and their presets, with total parameters and active
+parameters (those used for one token)."""
 COLUMNS = ("module", "config", "total", "active", "summary")
 
 
@@ -27,7 +27,7 @@ class Listing:
     module: Annotated[str, described("NAME")] = ""
     """List this model family only."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff, described()] = False
-    """Print JSON, with the exact numbers of parameters."""
+    """Print JSON, with exact parameter counts."""
     import_: UserPackage = ""
 
 
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
 
 
 def describe_presets(modules: list[str]) -> list[dict[str, Any]]:
-    """One entry a preset, with the keys of COLUMNS."""
+    """One entry per preset, with the keys of COLUMNS."""
     presets = [(module, name, preset) for module in modules for name, preset in family_configs(module).items()]
     return [
         {
@@ -63,7 +63,7 @@ def describe_presets(modules: list[str]) -> list[dict[str, Any]]:
 
 
 def _print_table(rows: list[list[str]]) -> None:
-    """A table for a terminal; plain lines, never cut, for a file or a pipe."""
+    """Print a formatted table on a terminal; plain, untruncated lines to a file or pipe."""
     if not sys.stdout.isatty():
         widths = [max(map(len, column)) for column in zip(COLUMNS, *rows, strict=True)]
         for row in [COLUMNS, *rows]:

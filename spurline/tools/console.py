@@ -1,4 +1,4 @@
-"""What every command says the same way. Free of torch."""
+"""Output shared by all commands: error reports and number formatting. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ SECONDS_FOR_THE_FIRST_RANK = 10.0
 
 
 def complain(prog: str, problems: list[str]) -> int:
-    """Tell the user on stderr everything that is wrong, a line each; returns the exit code of a wrong command."""
+    """Print all problems to stderr, one line each; returns the exit code of a usage error, 2."""
     rank = os.environ.get("RANK", "0")
     if rank != "0":
-        # Under torchrun, all ranks find the same problems and the first one tells them: with its end torchrun ends the
-        # others. Who is still there then has a problem of its own.
+        # Under torchrun all ranks usually find the same problems. Rank 0 prints them and exits, whereupon torchrun
+        # stops the others during this sleep; a rank that is still alive afterwards has a problem of its own.
         time.sleep(SECONDS_FOR_THE_FIRST_RANK)
         prog = f"{prog}, rank {rank}"
     if len(problems) == 1:
@@ -26,7 +26,7 @@ def complain(prog: str, problems: list[str]) -> int:
 
 
 def human(number: float, units: Sequence[str] = ("", "K", "M", "B", "T")) -> str:
-    """Three digits and a unit: 842, 3.68M, 9.41B."""
+    """Format with three significant digits and a unit: 842, 3.68M, 9.41B."""
     for unit in units[:-1]:
         if number < 999.5:
             return f"{number:.3g}{unit}"
@@ -35,5 +35,5 @@ def human(number: float, units: Sequence[str] = ("", "K", "M", "B", "T")) -> str
 
 
 def human_flops(number: float) -> str:
-    """Three digits and a unit: 11.1 MFLOP, 45.4 GFLOP."""
+    """Format with three significant digits and a unit: 11.1 MFLOP, 45.4 GFLOP."""
     return human(number, [f" {prefix}FLOP" for prefix in ("", *"KMGTPEZY")])

@@ -1,4 +1,4 @@
-"""`spurline convert`: Hugging Face folders into run folders, and the checkpoints of runs into Hugging Face folders."""
+"""`spurline convert`: import Hugging Face models as run folders, export checkpoints as Hugging Face models."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ HELP = """\
 usage: spurline convert from-hf PATH OUT [options]
        spurline convert to-hf RUN OUT [options]
 
-  from-hf  Make a run folder of a Hugging Face folder, to train or generate from.
-  to-hf    Make a Hugging Face folder of a run's checkpoint.
+  from-hf  Import a Hugging Face model as a run folder, to train or generate from.
+  to-hf    Export a checkpoint of a run as a Hugging Face model.
 
-`spurline convert from-hf --help` and `spurline convert to-hf --help` explain
-their options."""
+`spurline convert from-hf --help` and `spurline convert to-hf --help` show their
+options."""
 FROM_HF = """\
-Make the run folder OUT of the Hugging Face folder PATH, which has config.json
-and safetensors files. Its weights become the checkpoint of step 0. Every tensor
-is accounted for: what is missing, left over or of another shape is refused.
+Import the Hugging Face model in folder PATH (config.json and safetensors files)
+as the new run folder OUT, with its weights as the checkpoint of step 0. The
+import fails if any tensor is missing, unexpected or of the wrong shape.
 
 examples
   spurline convert from-hf Qwen3-0.6B outputs/qwen --verify
   spurline generate outputs/qwen --prompt "Once upon a time"
   spurline train --config-file outputs/qwen/config.json"""
 TO_HF = """\
-Make the Hugging Face folder OUT of the newest checkpoint in the run folder RUN,
-whatever number of ranks has written it: config.json, safetensors files, and the
-tokenizer's files where the run has some.
+Export the newest checkpoint in the run folder RUN, written by any number of ranks,
+as the new Hugging Face folder OUT: config.json, safetensors files, and the files of
+the run's tokenizer if it has one.
 
 examples
   spurline convert to-hf outputs/qwen qwen-trained --dtype bfloat16 --verify
@@ -48,27 +48,27 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?) *([KMG]?)B?", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Conversion:
-    """The options that both directions have."""
+    """Options common to both directions."""
 
     dtype: Literal["keep", "float32", "bfloat16"] = "keep"
-    """Type of the written weights: as they are, or rounded. The selection bias of experts always stays as it is."""
+    """Dtype of the written weights (keep: unchanged). The router's expert bias is never rounded."""
     verify: Annotated[bool, tyro.conf.FlagCreatePairsOff, described()] = False
-    """Compare the logits with those of transformers first; needs that package, and both models in memory."""
+    """Write only if the logits match those of transformers; needs that package, and memory for both models."""
     import_: UserPackage = ""
 
 
 @dataclass(frozen=True)
 class FromHF(Conversion):
     mtp: Annotated[bool, tyro.conf.FlagCreatePairsOff, described()] = False
-    """Take over what predicts further tokens too (DeepSeek-V3's MTP modules), to train on with it."""
+    """Also import the multi-token prediction (MTP) modules of DeepSeek-V3, to continue training with them."""
 
 
 @dataclass(frozen=True)
 class ToHF(Conversion):
     step: Annotated[int | None, described("N")] = None
-    """The checkpoint of this step (default: the newest one)."""
+    """Step of the checkpoint to export (default: the newest)."""
     max_shard_size: Annotated[str, described("SIZE")] = "5GB"
-    """Start another file when one has this size, such as 5GB or 500MB (default: 5GB)."""
+    """Maximum size of one safetensors file, e.g. 5GB or 500MB (default: 5GB)."""
 
 
 _DIRECTIONS: dict[str, tuple[Conversion, str, str]] = {
@@ -82,7 +82,8 @@ def main(argv: list[str]) -> int:
         print(HELP)
         return 0
     if argv[0] not in _DIRECTIONS:
-        return complain(PROG, [f"there is no {argv[0]!r}{did_you_mean(argv[0], _DIRECTIONS)} It is from-hf or to-hf"])
+        choices = ", ".join(_DIRECTIONS)
+        return complain(PROG, [f"there is no {argv[0]!r}{did_you_mean(argv[0], _DIRECTIONS)} Choose from: {choices}"])
     default, description, first = _DIRECTIONS[argv[0]]
     prog = f"{PROG} {argv[0]}"
     folders, options = _without_folders(argv[1:])
@@ -90,7 +91,7 @@ def main(argv: list[str]) -> int:
     command, not_understood = parse(type(default), default, options, f"{prog} {first} OUT", description)
     problems += not_understood
     if len(folders) != 2:
-        problems.append(f"it takes two folders, {first} and OUT, got {' '.join(folders) or 'none'}")
+        problems.append(f"expected two folders, {first} and OUT, got {' '.join(folders) or 'none'}")
     if isinstance(command, ToHF) and not _num_bytes(command.max_shard_size):
         problems.append(f"--max_shard_size: {command.max_shard_size!r} is not a size such as 5GB or 500MB")
     if problems:
@@ -99,7 +100,7 @@ def main(argv: list[str]) -> int:
 
 
 def _without_folders(argv: list[str]) -> tuple[list[str], list[str]]:
-    """Take apart the folders, wherever they stand, and the options with their values."""
+    """Split argv into the folders, in any position, and the options with their values."""
     folders, given = split_options(argv)
     options: list[str] = []
     for option in given:
@@ -111,7 +112,7 @@ def _without_folders(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _num_bytes(size: str) -> int:
-    """5GB as a number; 0 for what is no size."""
+    """Parse a size such as 5GB; 0 if it is invalid."""
     match = _SIZE.fullmatch(size.strip())
     return int(float(match[1]) * 1000 ** " KMG".index(match[2].upper() or " ")) if match else 0
 
@@ -119,8 +120,8 @@ def _num_bytes(size: str) -> int:
 def _run(prog: str, command: Conversion, source: Path, out: Path) -> int:
     try:
         with Console(stderr=True).status(f"converting {source}"):
-            told = _convert(command, source, out)
-        print("\n".join(told))
+            messages = _convert(command, source, out)
+        print("\n".join(messages))
     except ConfigError as error:
         return complain(prog, error.problems)
     except ValueError as error:
@@ -134,7 +135,7 @@ def _run(prog: str, command: Conversion, source: Path, out: Path) -> int:
 
 
 def _convert(command: Conversion, source: Path, out: Path) -> list[str]:
-    import torch  # takes seconds to load, so it comes last
+    import torch  # slow to import, so only once the options are valid
 
     settings: dict[str, Any] = {
         "dtype": None if command.dtype == "keep" else getattr(torch, command.dtype),

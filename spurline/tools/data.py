@@ -1,4 +1,4 @@
-"""`spurline data`: prepare data for training, see what was prepared, and check that it is whole. Free of torch."""
+"""`spurline data`: tokenize data for training, list and verify prepared folders. Torch-free."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 K = TypeVar("K")
 PROG = "spurline data"
 PREPARE = """\
-Tokenize text once, into a folder that training reads without delay and without
-holding it in memory. A SOURCE is a file or folder of text, JSONL or Parquet
-(.txt.gz, .jsonl.zst and so on too), a Hugging Face data set saved to a folder,
-or hf://NAME?config=CONFIG&split=SPLIT&streaming=1.
+Tokenize text ahead of training, into a folder that training memory-maps. A SOURCE
+is a file or folder of text, JSONL or Parquet (text and JSONL may be compressed as
+.gz or .zst), a folder written by `Dataset.save_to_disk`, or
+hf://NAME?config=CONFIG&split=SPLIT&streaming=1.
 
 examples
   spurline data prepare books/ --out prepared/books
@@ -32,26 +32,27 @@ examples
   spurline train --module deepseek_v3 --config deepseek_v3_debugmodel \\
       --data.path prepared/books"""
 LS = """\
-Show what a folder of prepared data holds."""
+List the sources, token counts and tokenizer of a prepared folder."""
 VERIFY = """\
-Read all of a folder of prepared data, and compare it with its checksums. Exit
-code 1 if a file is missing, cut short or changed."""
+Compare every file of a prepared folder with its recorded checksum. Exit code 1 if
+a file is missing, truncated or changed."""
 
 
 @dataclass(frozen=True)
 class Prepare:
     out: Annotated[str, described("FOLDER")] = ""
-    """Where to write: a folder that is new or empty."""
+    """Output folder, new or empty (required)."""
     tokenizer: Annotated[str, described("PATH")] = ""
-    """A tokenizer's JSON file, or a Hugging Face folder that has one (default: a token is a byte)."""
+    """A tokenizer.json file or a folder that has one (default: bytes)."""
     weights: Annotated[str, described("W,W,...")] = ""
-    """How often training reads each source, such as 3,1 (default: as their sizes are)."""
+    """Comma-separated sampling weight of each source, e.g. 3,1 (default: in proportion to size)."""
     pattern: str = "*"
-    """Which files of a folder are read, at any depth (e.g. *.md)."""
+    """Glob that selects files within a folder, at any depth (e.g. *.md)."""
     text_field: str = "text"
-    """Where JSONL, Parquet and Hugging Face data sets have their text."""
+    """Name of the text field in JSONL, Parquet and Hugging Face datasets."""
     workers: Annotated[int, described("N")] = 0
-    """Processes that tokenize (default: one a core, or none but this where a token is a byte)."""
+    """Worker processes for tokenization (default: one per CPU core; 1 with the byte tokenizer). Lower it to save
+    memory; the output is the same for any number."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def prepare_data(paths: list[str], options: Prepare) -> int:
     if problems := _problems(sources, options):
         return complain(f"{PROG} prepare", problems)
     tokenizer = load_tokenizer(options.tokenizer)
-    # Bytes are there as soon as they are read: to send them to another process and back takes longer.
+    # Byte tokenization is cheaper than sending the text to another process and back.
     num_workers = options.workers or (1 if isinstance(tokenizer, ByteTokenizer) else os.cpu_count() or 1)
     with progress_bars({source: (source.path, source_size(source)) for source in sources}) as advance:
         weights = Data(weights=options.weights).shares
@@ -99,7 +100,7 @@ def _problems(sources: list[Data], options: Prepare) -> list[str]:
     if options.workers < 0:
         found.append(f"--workers must be positive, got {options.workers}")
     if not options.out:
-        found.append("--out is missing: it says which folder to write")
+        found.append("--out is missing: give the output folder")
     elif problem := folder_problem(os.path.expanduser(options.out)):
         found.append(f"--out: {problem}")
     return [with_own_options(problem) for problem in dict.fromkeys(found)]
@@ -124,7 +125,7 @@ def verify_data(folders: list[str], _: NoOptions) -> int:
     if any(problems):
         print(f"{sum(map(bool, problems))} of {len(files)} files are damaged: prepare the data again")
         return 1
-    print(f"all {len(files)} files are whole: {human(num_bytes)} bytes")
+    print(f"all {len(files)} files intact: {human(num_bytes)} bytes")
     return 0
 
 
@@ -132,7 +133,7 @@ def _index(folder: str, check_sizes: bool = True) -> Index:
     from spurline.data.prepared_index import is_prepared, load_index
 
     if not is_prepared(folder):
-        raise ValueError(f"{folder!r} is not prepared data: `{PROG} prepare` makes a folder of it")
+        raise ValueError(f"{folder!r} is not prepared data: run `{PROG} prepare` first")
     return load_index(folder, check_sizes)
 
 
@@ -160,7 +161,7 @@ def _table(index: Index) -> str:
 
 @contextmanager
 def progress_bars(tasks: Mapping[K, tuple[str, int | None]]) -> Iterator[Callable[[K, int], None]]:
-    """A bar a task, with its name and how much there is to do, on a terminal; yields what moves one on."""
+    """Show a progress bar per task (name, total) on a terminal; yields `advance(task, amount)`."""
     if not sys.stderr.isatty():
         yield lambda task, amount: None
         return
@@ -182,8 +183,8 @@ def progress_bars(tasks: Mapping[K, tuple[str, int | None]]) -> Iterator[Callabl
 
 COMMANDS = {
     "prepare": Subcommand(
-        "Tokenize text into a folder that training reads fast.", "SOURCE ...", PREPARE, Prepare(), prepare_data
+        "Tokenize text into a folder that training memory-maps.", "SOURCE ...", PREPARE, Prepare(), prepare_data
     ),
-    "ls": Subcommand("Show what a prepared folder holds.", "FOLDER", LS, NoOptions(), list_data),
-    "verify": Subcommand("Compare a prepared folder with its checksums.", "FOLDER", VERIFY, NoOptions(), verify_data),
+    "ls": Subcommand("List the contents of a prepared folder.", "FOLDER", LS, NoOptions(), list_data),
+    "verify": Subcommand("Verify the checksums of a prepared folder.", "FOLDER", VERIFY, NoOptions(), verify_data),
 }

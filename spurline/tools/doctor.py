@@ -1,4 +1,4 @@
-"""`spurline doctor`: what is installed and what works here; what is off, why, and how to switch it on."""
+"""`spurline doctor`: report versions, devices, backends and compilers, and how to enable what is missing."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ from spurline.version import __version__
 
 PROG = "spurline doctor"
 DESCRIPTION = """\
-Say what is installed and what works here: versions, devices, what the CPU can do,
-back ends, compiling. What is off comes with the reason and how to switch it on."""
+Show the environment: versions, optional packages, devices, CPU features, process
+group backends and compilers. Whatever is unavailable is listed as off, with the
+reason and how to enable it."""
 # extra: (its packages, what they are for)
 EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "hf": (("safetensors", "tokenizers"), "Hugging Face checkpoints and tokenizers"),
-    "data": (("pyarrow", "datasets"), "Parquet and Hugging Face data sets"),
-    "images": (("pillow",), "pictures"),
-    "tensorboard": (("tensorboard",), "event files beside metrics.jsonl"),
+    "data": (("pyarrow", "datasets"), "Parquet and Hugging Face datasets"),
+    "images": (("pillow",), "image data"),
+    "tensorboard": (("tensorboard",), "TensorBoard event files"),
     "wandb": (("wandb",), "Weights & Biases"),
-    "peers": (("transformers", "torchtitan", "triton"), "what spurline bench compares with"),
+    "peers": (("transformers", "torchtitan", "triton"), "libraries that spurline bench compares with"),
 }
 
 
@@ -49,7 +50,7 @@ class Finding:
     works: bool
     detail: str
     hint: str = ""
-    """What to do about it."""
+    """How to fix it."""
 
 
 def main(argv: list[str]) -> int:
@@ -70,7 +71,7 @@ def examine() -> dict[str, list[Finding]]:
         "versions": _versions(),
         "extras": _extras(),
         "devices": [*_cpu(), *_accelerators()],
-        "back ends": _back_ends(),
+        "backends": _backends(),
         "compile": _compile(),
     }
 
@@ -120,17 +121,15 @@ def _cpu() -> list[Finding]:
         Finding(
             "threads",
             not few_threads,
-            f"{torch.get_num_threads()} a rank",
-            "OMP_NUM_THREADS is set to less than there are cores; --training.threads overrides it"
-            if few_threads
-            else "",
+            f"{torch.get_num_threads()} per rank",
+            "OMP_NUM_THREADS is lower than the number of cores; --training.threads overrides it" if few_threads else "",
         ),
-        Finding("vectors", bool(vectors), ", ".join(vectors) or "none that matter"),
+        Finding("vector ISA", bool(vectors), ", ".join(vectors) or "no AVX2, AVX-512, AMX, NEON or SVE"),
         Finding(
             "bfloat16",
             bool(native),
-            f"by {', '.join(native)}" if native else "the CPU has no instructions for it",
-            "" if native else "on this CPU, train with --training.dtype float32",
+            f"{', '.join(native)} instructions" if native else "no CPU instructions for it",
+            "" if native else "bfloat16 is slow on this CPU: train with --training.dtype float32",
         ),
         _allocator(),
     ]
@@ -149,14 +148,14 @@ def _memory() -> str:
 
 
 def _allocator() -> Finding:
-    """Which malloc this process has: it decides what large temporaries cost on a CPU."""
+    """The malloc implementation of this process, which determines the cost of large temporaries on a CPU."""
     try:
         loaded = re.search(r"(jemalloc|tcmalloc|mimalloc)", Path("/proc/self/maps").read_text())
     except OSError:
         loaded = None
     if loaded:
         return Finding("allocator", True, loaded[1])
-    return Finding("allocator", True, "the system's malloc")
+    return Finding("allocator", True, "system malloc")
 
 
 def _accelerators() -> list[Finding]:
@@ -166,33 +165,34 @@ def _accelerators() -> list[Finding]:
 
     kind = torch.accelerator.current_accelerator(check_available=True) if torch.accelerator.is_available() else None
     if kind is None:
-        return [Finding("accelerator", False, "none that this PyTorch can use", "models train on the CPU")]
+        return [Finding("accelerator", False, "none supported by this PyTorch build", "training runs on the CPU")]
     findings = []
     for index in range(torch.accelerator.device_count()):
         device = torch.device(kind.type, index)
         name = torch.get_device_module(device).get_device_name(device)
         peak = peak_flops(device, torch.bfloat16)
-        known = f"{peak / 1e12:.0f} TFLOP/s in bfloat16" if peak else "peak not known, so no mfu"
+        known = f"{peak / 1e12:.0f} TFLOP/s in bfloat16" if peak else "peak FLOP/s unknown, so MFU is not reported"
         findings.append(Finding(str(device), True, f"{name}, {known}"))
     return findings
 
 
-def _back_ends() -> list[Finding]:
+def _backends() -> list[Finding]:
     import torch
     import torch.distributed as dist
 
     if not dist.is_available():
-        return [Finding("distributed", False, "this PyTorch is built without it", "only one rank can train")]
+        return [Finding("distributed", False, "not in this PyTorch build", "only single-rank training is possible")]
     gloo, nccl = dist.is_gloo_available(), dist.is_nccl_available()
     wanted = torch.accelerator.is_available()
-    why_not = "not in this PyTorch" if wanted else "not in this PyTorch, and no accelerator would use it"
+    not_needed = "not needed without an accelerator"
+    missing = "not in this PyTorch build" if wanted else f"not in this PyTorch build, {not_needed}"
     return [
-        Finding("gloo", gloo, "ranks on CPUs" if gloo else "not in this PyTorch: no ranks on CPUs"),
+        Finding("gloo", gloo, "for CPU ranks" if gloo else "not in this PyTorch build: no training on CPU ranks"),
         Finding(
             "nccl",
             nccl and wanted,
-            "ranks on accelerators" if nccl and wanted else why_not if not nccl else "no accelerator would use it",
-            "install a PyTorch for this accelerator" if wanted and not nccl else "",
+            "for accelerator ranks" if nccl and wanted else missing if not nccl else not_needed,
+            "install a PyTorch build for this accelerator" if wanted and not nccl else "",
         ),
     ]
 
@@ -207,21 +207,21 @@ def _compile() -> list[Finding]:
         hint = "install the C++ standard library and this Python's headers (python3-dev)"
         cpu = Finding("inductor, cpu", False, f"{compiler}: {trouble}", hint)
     else:
-        cpu = Finding("inductor, cpu", True, f"by {compiler}")
+        cpu = Finding("inductor, cpu", True, f"with {compiler}")
     findings = [cpu]
     if torch.accelerator.is_available():
         has_triton = importlib.util.find_spec("triton") is not None
-        detail = "by triton" if has_triton else "triton is not installed"
+        detail = "with triton" if has_triton else "triton is not installed"
         findings.append(
             Finding("inductor, accelerator", has_triton, detail, "" if has_triton else "pip install triton")
         )
     if not all(finding.works for finding in findings):
-        findings.append(Finding("aot_eager", True, "--compile.backend aot_eager traces without generating code"))
+        findings.append(Finding("aot_eager", True, "--compile.backend aot_eager needs no compiler"))
     return findings
 
 
 def _first_error(compiler: str) -> str:
-    """What the compiler objects to in a file that needs what generated code needs; empty if nothing."""
+    """The compiler's first error on a file with the headers that inductor's code includes; empty if it compiles."""
     command = [compiler, "-fsyntax-only", "-x", "c++", f"-I{sysconfig.get_path('include')}", "-"]
     source = "#include <Python.h>\n#include <vector>\n"
     done = subprocess.run(command, input=source, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""`spurline generate`: a run's model goes on with prompts. Free of torch until the model is loaded."""
+"""`spurline generate`: generate text from the model of a run. Torch-free until the model is loaded."""
 
 from __future__ import annotations
 
@@ -27,39 +27,39 @@ if TYPE_CHECKING:
 
 PROG = "spurline generate"
 DESCRIPTION = """\
-Have the model of a run write on after a prompt. RUN is the folder of a run with
-checkpoints, whatever number of ranks has written them.
+Generate text from the model of a run. RUN is a run folder with checkpoints, written
+by any number of ranks.
 
 examples
   spurline generate outputs/my_run --prompt "def main("
   spurline generate outputs/my_run --prompt "Once" --prompt "Twice" --temperature 0
   spurline generate outputs/my_run --prompts-file prompts.txt --json > answers.jsonl
 
-A text ends where the model begins another document, or after --max-tokens. Beyond
-the length of its training sequences the model forgets the first half of them."""
+Generation stops at a document boundary token or after --max-tokens. When prompt and
+output exceed the training sequence length, the older half of the context is dropped."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """What `spurline generate` was asked to do."""
+    """The options of `spurline generate`."""
 
     prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, described("TEXT")] = ()
-    """What the text begins with; give it several times for several texts."""
+    """Prompt to continue; repeat the option for several prompts."""
     prompts_file: Annotated[str, described("FILE")] = ""
-    """A prompt a line, or (*.jsonl) a JSON object a line with its text under "prompt"."""
+    """File with one prompt per line, or (*.jsonl) one JSON object per line with a "prompt" field."""
     batch_size: Annotated[int, tyro.conf.arg(metavar="N")] = 8
-    """Prompts that the model reads at once."""
+    """Number of prompts to process in one batch."""
     max_tokens: Annotated[int, tyro.conf.arg(metavar="N")] = 256
-    """The most tokens written after a prompt."""
+    """Maximum number of tokens to generate per prompt."""
     sampling: Annotated[Sampling, tyro.conf.arg(name="")] = field(default_factory=Sampling)
     seed: Annotated[int, tyro.conf.arg(metavar="N")] = 0
-    """Prompt number i (from 0) draws by this plus i, whatever the other prompts are."""
+    """Random seed; prompt i (from 0) uses seed + i, so its output does not depend on the other prompts."""
     step: Annotated[int | None, described("N")] = None
-    """The checkpoint of this step (default: the newest one)."""
+    """Step of the checkpoint to load (default: the newest)."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff, described()] = False
-    """Print a JSON object a line: prompt, text, tokens, and finish (boundary or max_tokens)."""
+    """Print JSON lines with prompt, text, tokens and finish (boundary or max_tokens)."""
     no_cache: Annotated[bool, tyro.conf.FlagCreatePairsOff, described()] = False
-    """Read the whole text again for every token: slow, to compare with."""
+    """Do not use a KV cache: recompute the whole context for every token. Slow; for debugging."""
     import_: UserPackage = ""
 
     def problems(self) -> list[str]:
@@ -76,9 +76,9 @@ class Command:
 
 def main(argv: list[str]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a text may have characters that the terminal has not
+        sys.stdout.reconfigure(errors="replace")  # for characters that the terminal can't encode
     try:
-        run_folder, command = _understand(argv)
+        run_folder, command = _parse_command(argv)
         prompts = list(command.prompt) or read_prompts(command.prompts_file)
         if not all(prompts):
             raise ConfigError(["--prompt: the prompt is empty"])
@@ -96,30 +96,30 @@ def main(argv: list[str]) -> int:
         return 130
 
 
-def _understand(argv: list[str]) -> tuple[Path, Command]:
+def _parse_command(argv: list[str]) -> tuple[Path, Command]:
     problems = load_user_code(argv)
     before, _ = split_options(argv)
     command, not_understood = parse(Command, Command(), argv[len(before) :], f"{PROG} RUN", DESCRIPTION)
     problems += not_understood
     if len(before) != 1:
         got = f", got {' '.join(map(repr, before))}" if before else ""
-        problems.append(f"the folder of one run comes first, as in {PROG} outputs/my_run --prompt TEXT{got}")
+        problems.append(f"expected one run folder first, as in {PROG} outputs/my_run --prompt TEXT{got}")
     if problems := problems + command.problems():
         raise ConfigError(problems)
     return Path(before[0]), command
 
 
 def read_prompts(path: str) -> list[str]:
-    """The prompts in a file, without lines that are blank."""
+    """The prompts in a file, without blank lines."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except OSError as error:
-        raise ConfigError([f"--prompts_file {path}: can't read it: {error.strerror}"]) from None
+        raise ConfigError([f"--prompts_file {path}: can't read the file: {error.strerror}"]) from None
     except UnicodeDecodeError:
         raise ConfigError([f"--prompts_file {path}: not UTF-8 text"]) from None
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
-        raise ConfigError([f"--prompts_file {path}: there is no prompt in it"])
+        raise ConfigError([f"--prompts_file {path}: the file has no prompts"])
     if not path.endswith(".jsonl"):
         return [line for _, line in numbered]
     return [_prompt_of_json(line, f"--prompts_file {path}, line {number}") for number, line in numbered]
@@ -132,12 +132,12 @@ def _prompt_of_json(line: str, where: str) -> str:
         raise ConfigError([f"{where}: not JSON: {error.msg}"]) from None
     prompt = content.get("prompt") if isinstance(content, dict) else None
     if not isinstance(prompt, str) or not prompt:
-        raise ConfigError([f'{where}: not an object with a text under "prompt"'])
+        raise ConfigError([f'{where}: not a JSON object with a "prompt" string'])
     return prompt
 
 
 class Text:
-    """A prompt, and what is written after it."""
+    """A prompt and its generated continuation."""
 
     def __init__(self, prompt: str, tokenizer: Tokenizer) -> None:
         self.prompt = prompt
@@ -145,11 +145,11 @@ class Text:
         self.written = ""
         self.num_tokens = 0
         self._decoder = tokenizer.decoder()
-        for token in self.prompt_ids:  # a token may read otherwise at the beginning of a text
+        for token in self.prompt_ids:  # decoding may depend on preceding tokens
             self._decoder.add(token)
 
     def add(self, token: int) -> str:
-        """Take one more token; returns what can be shown of it, which is never half a character."""
+        """Append one token; returns the text that can be shown so far, never a partial character."""
         self.num_tokens += 1
         return self._append(self._decoder.add(token))
 
@@ -163,13 +163,13 @@ class Text:
 
 def _generate(run_folder: Path, command: Command, prompts: list[str]) -> int:
     if not run_folder.is_dir():
-        raise ConfigError([f"{run_folder}: there is no such folder"])
+        raise ConfigError([f"{run_folder}: no such folder"])
     _, _, config = config_io.load(run_folder / "config.json")
     from spurline.data.tokenizer import tokenizer_for
 
     tokenizer = tokenizer_for(config.data)
     texts = [Text(prompt, tokenizer) for prompt in prompts]
-    if problems := _misfits(texts, tokenizer, config):
+    if problems := _length_problems(texts, tokenizer, config):
         raise ConfigError(problems)
     model = load_model(run_folder, config, command.step)
     started = time.perf_counter()
@@ -179,12 +179,12 @@ def _generate(run_folder: Path, command: Command, prompts: list[str]) -> int:
     return 0
 
 
-def _misfits(texts: list[Text], tokenizer: Tokenizer, config: RunConfig[Any]) -> list[str]:
+def _length_problems(texts: list[Text], tokenizer: Tokenizer, config: RunConfig[Any]) -> list[str]:
     context, vocab_size = config.training.seq_len, config.model.vocab_size
     if tokenizer.vocab_size > vocab_size:
-        return [f"the run's tokenizer has {tokenizer.vocab_size} tokens, its model only {vocab_size}"]
+        return [f"the run's tokenizer has {tokenizer.vocab_size} tokens, but its model only {vocab_size}"]
     return [
-        f"prompt {number} is {len(text.prompt_ids)} tokens long with its boundary, more than the model's context of"
+        f"prompt {number} has {len(text.prompt_ids)} tokens including the boundary, more than the context length of"
         f" {context} (training.seq_len): shorten it"
         for number, text in enumerate(texts, 1)
         if len(text.prompt_ids) > context
@@ -192,7 +192,7 @@ def _misfits(texts: list[Text], tokenizer: Tokenizer, config: RunConfig[Any]) ->
 
 
 def load_model(run_folder: Path, config: RunConfig[Any], step: int | None) -> nn.Module:
-    """The model of a run as it was at a step, or at its newest checkpoint; on one process, ready to generate."""
+    """Load the model from the checkpoint of `step` (default: the newest) on one process, in eval mode."""
     import torch
 
     from spurline.device import pick_device
@@ -204,7 +204,7 @@ def load_model(run_folder: Path, config: RunConfig[Any], step: int | None) -> nn
     checkpoints = Checkpoints(run_folder, config.checkpoint.interval, config.checkpoint.keep_latest_k)
     step = checkpoints.latest() if step is None else step
     if step is None:
-        raise ConfigError([f"{checkpoints.folder}: there is no checkpoint; train with --checkpoint.enable"])
+        raise ConfigError([f"{checkpoints.folder}: no checkpoint found; train with --checkpoint.enable"])
     with torch.device("meta"):
         model: nn.Module = config.model.build()
     model.to_empty(device=pick_device())
@@ -212,14 +212,14 @@ def load_model(run_folder: Path, config: RunConfig[Any], step: int | None) -> nn
     dtype = getattr(torch, config.training.dtype)
     model.compute_dtype = dtype
     for module in model.modules():
-        # They would round their weights to this dtype for each token anew; norms and routers compute with them as is.
+        # Cast once instead of for every token; norms and routers compute with their float32 weights.
         if isinstance(module, Linear | Embedding | Experts | SharedExperts):
             module.to(dtype)
     return model.eval()
 
 
 def _write(texts: list[Text], model: nn.Module, boundary_id: int, context: int, command: Command) -> None:
-    """Have the model write on, and print it: a single text as it comes, others when their batch is done."""
+    """Generate and print: a single text as it is generated, several when their batch is complete."""
     from spurline.models.common.generate import stream
 
     is_live = len(texts) == 1 and not command.json

@@ -1,4 +1,4 @@
-"""The options of a run: from a command line to a checked config, or to all that is wrong with it. Free of torch."""
+"""Parse the command line of `spurline train` into a validated config, or report all errors. Torch-free."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ R = TypeVar("R", bound=RunConfig[Any])
 
 @dataclass(frozen=True, kw_only=True)
 class Command(Generic[R]):
-    """What `spurline train` was asked to do."""
+    """The options of `spurline train`."""
 
     module: Annotated[str, described("NAME")] = ""
-    """The model family."""
+    """Model family (see `spurline configs`)."""
     config: Annotated[str, described("NAME")] = ""
-    """The family's preset to start from."""
+    """Preset of that family to start from."""
     config_file: Annotated[str, described("FILE")] = ""
     """Start from the config.json of an earlier run instead of a preset."""
     dry_run: Annotated[bool, tyro.conf.FlagCreatePairsOff, described()] = False
-    """Show the resolved config, its parameters and its FLOPs, and stop."""
+    """Print the resolved config with parameter and FLOP counts, and exit."""
     import_: UserPackage = ""
     run_config: Annotated[R, tyro.conf.arg(name="")]
 
 
 @dataclass(frozen=True)
 class UnknownModel:
-    """Stands in for the model where it isn't known which one it is."""
+    """Placeholder for the model config while no valid model is selected."""
 
     def problems(self) -> list[str]:
         return []
 
 
 def resolve(argv: list[str]) -> Command[Any]:
-    """The command that `argv` describes, sound in every part; a ConfigError lists all that is wrong with it."""
+    """Parse and validate `argv`; raises a ConfigError with all errors."""
     argv = [f"{option}.enable" if option in _SECTIONS_TO_ENABLE else option for option in argv]
     before, given = split_options(argv)
     named = {option.name: option.values[0] for option in given if option.values}
@@ -71,7 +71,7 @@ def resolve(argv: list[str]) -> Command[Any]:
 
 
 def _starting_point(named: dict[str, str]) -> tuple[Command[Any], list[str]]:
-    """The preset or the file that the options change; or general values, and why there is neither."""
+    """The preset or config file that the options override, and errors; generic defaults if there is none."""
     module, config, file = (named.get(name, "") for name in ("module", "config", "config_file"))
     general = Command(run_config=_with_folder(RunConfig(model=UnknownModel()), "<config>"))
     if not file:
@@ -85,7 +85,7 @@ def _starting_point(named: dict[str, str]) -> tuple[Command[Any], list[str]]:
         return general, error.problems
     start = Command(module=of_file[0], config=of_file[1], config_file=file, run_config=of_file[2])
     return start, [
-        f"--{name} {given}: {file} is of {name} {recorded}, leave --{name} out"
+        f"--{name} {given}: {file} has {name} {recorded}; omit --{name}"
         for name, given, recorded in (("module", module, start.module), ("config", config, start.config))
         if given not in ("", recorded)
     ]
@@ -96,7 +96,7 @@ def _with_folder(run_config: RunConfig[Any], config: str) -> RunConfig[Any]:
 
 
 def run_problems(config: RunConfig[Any]) -> list[str]:
-    """Everything that would keep a run with this config from starting on this machine."""
+    """Everything that prevents a run with this config from starting on this machine."""
     found = config.problems() + check_data(config.data) + folder_problems(config.job.dump_folder)
     if config.checkpoint.enable and not found:
         found += folder_problems(str(CheckpointFolder(config.job.dump_folder).path))
@@ -107,7 +107,7 @@ def run_problems(config: RunConfig[Any]) -> list[str]:
 
 
 def folder_problems(folder: str) -> list[str]:
-    """Why a run can't be written to `folder`, which need not exist yet."""
+    """Why `folder`, which need not exist yet, is not writable."""
     path = Path(folder).absolute()
     nearest = next(parent for parent in (path, *path.parents) if os.path.exists(parent))
     if not nearest.is_dir():
@@ -118,7 +118,7 @@ def folder_problems(folder: str) -> list[str]:
 
 
 _EXAMPLES = """\
-Train a model: start from a preset of a model family, change any option.
+Train a model: start from a preset of a model family and override any option.
 
 examples
   spurline train --module deepseek_v3 --config deepseek_v3_debugmodel
@@ -126,19 +126,19 @@ examples
       --training.steps 20 --compile.enable --model.moe.top_k 4
   spurline train --config-file outputs/deepseek_v3_debugmodel/config.json
 
-Hyphens and underscores in option names are the same: --dry-run is --dry_run.
---compile, --checkpoint and --profile are short for --compile.enable and so on."""
+Option names accept hyphens or underscores: --dry-run is --dry_run. --compile,
+--checkpoint and --profile are short for --compile.enable and so on."""
 
 
 def _description(start: Command[Any]) -> str:
     if start.config_file:
-        whose = f"The values below are those of {start.config_file}."
+        whose = f"Defaults below are those of {start.config_file}."
     elif start.config:
-        whose = f"The values below are those of the preset {start.config}."
+        whose = f"Defaults below are those of the preset {start.config}."
     else:
         whose = (
-            "The values below are general ones. A model's own options and a preset's values:\n"
-            "  spurline configs                              lists the modules and configs\n"
-            "  spurline train --module M --config C --help   shows one"
+            "Defaults below are generic. For model options and the defaults of a preset:\n"
+            "  spurline configs                              lists modules and configs\n"
+            "  spurline train --module M --config C --help   shows the options of one"
         )
     return f"{_EXAMPLES}\n\n{whose}"

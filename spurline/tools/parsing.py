@@ -1,4 +1,4 @@
-"""Command lines into dataclasses, through tyro. What a user got wrong is told all at once, in words. Free of torch."""
+"""Parse command lines into dataclasses with tyro, reporting all errors together. Torch-free."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Given:
-    """One option as it was typed, up to the next one."""
+    """One option with its values, as typed."""
 
     name: str
-    """With underscores and without the dashes: training.seq_len."""
+    """With underscores and without leading dashes: training.seq_len."""
     values: list[str]
     tokens: list[str]
 
     @property
     def is_joined(self) -> bool:
-        """Typed as --name=value."""
+        """Whether it was typed as --name=value."""
         return len(self.tokens) == len(self.values)
 
 
 def split_options(argv: list[str]) -> tuple[list[str], list[Given]]:
-    """Cut a command line where an option starts: (what stands before the first option, the options)."""
+    """Split a command line into (tokens before the first option, options)."""
     before: list[str] = []
     given: list[Given] = []
     for token in argv:
@@ -49,7 +49,7 @@ def split_options(argv: list[str]) -> tuple[list[str], list[Given]]:
 
 
 def described(metavar: str | None = None, name: str | None = None) -> object:
-    """A mark for a command's own option, whose empty default tells a reader of the help nothing."""
+    """Annotation of an option whose default the help should not show."""
     return tyro.conf.arg(name=name, metavar=metavar, help_behavior_hint="")
 
 
@@ -58,9 +58,9 @@ def wants_help(argv: list[str]) -> bool:
 
 
 def parse(cls: type[T], default: T, argv: list[str], prog: str, description: str) -> tuple[T, list[str]]:
-    """Overwrite `default`, a dataclass of type `cls`, with the options in `argv`.
+    """Override fields of `default`, a dataclass of type `cls`, by the options in `argv`.
 
-    Returns it with what is wrong in `argv`, in which case the sound options alone have been taken.
+    Returns the result and the errors in `argv`; invalid options are not applied.
     """
     settings: dict[str, Any] = {"prog": prog, "description": description, "use_underscores": True}
     if wants_help(argv):
@@ -69,9 +69,9 @@ def parse(cls: type[T], default: T, argv: list[str], prog: str, description: str
         with contextlib.redirect_stderr(io.StringIO()):
             return tyro.cli(cls, default=default, args=argv, **settings), []
     except SystemExit:
-        sound, problems = _diagnose(default, argv, prog)
-    # Should tyro object to something we see nothing wrong with, this call says so in tyro's words, and exits.
-    return tyro.cli(cls, default=default, args=sound, **settings), problems
+        valid, problems = _diagnose(default, argv, prog)
+    # If tyro rejects something that _diagnose accepts, this call prints tyro's own error and exits.
+    return tyro.cli(cls, default=default, args=valid, **settings), problems
 
 
 UserPackage = Annotated[
@@ -79,21 +79,21 @@ UserPackage = Annotated[
     tyro.conf.arg(
         name="import",
         metavar="PACKAGE",
-        help="A Python package of yours to import first: it registers what it brings, such as a model family.",
+        help="Python package to import first, which may register model families, routers and other plugins.",
         help_behavior_hint="",
     ),
 ]
-"""The type of the option --import, for `import_: UserPackage = ""` in a command's options."""
+"""Type of the option --import; commands declare `import_: UserPackage = ""`."""
 
 
 def load_user_code(argv: list[str]) -> list[str]:
-    """Load installed plug-ins and what --import names, before anything else is understood; returns what went wrong."""
+    """Load installed plugins and the package of --import, before other options are parsed; returns the errors."""
     packages = [option.values[0] for option in split_options(argv)[1] if option.name == "import" and option.values]
     return load_plugins(packages[-1] if packages else "")
 
 
 def option_types(section: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted name -> type of every option of a dataclass instance and of the dataclasses in it."""
+    """The type of every option by dotted name, for a dataclass instance and its nested dataclasses."""
     hints = get_type_hints(type(section), include_extras=True)
     found: dict[str, Any] = {}
     for f in dataclasses.fields(section):
@@ -112,44 +112,44 @@ def option_types(section: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _diagnose(default: Any, argv: list[str], prog: str) -> tuple[list[str], list[str]]:
-    """The part of `argv` that is sound, and what is wrong with the rest."""
+    """The valid tokens of `argv`, and the errors in the rest."""
     types = option_types(default)
     before, given = split_options(argv)
-    sound: list[str] = []
-    problems = [f"{token!r} stands alone: an option is written --section.option value" for token in before]
+    valid: list[str] = []
+    problems = [f"unexpected argument {token!r}: options have the form --section.option value" for token in before]
     for option in given:
         typed = option.tokens[0].partition("=")[0]
         if option.name not in types:
             problems.append(f"{typed}: no such option{_suggestion(option.name, types, prog)}")
-        elif complaint := _complaint(option, types):
-            problems.append(f"{typed}: {complaint}")
+        elif error := _value_error(option, types):
+            problems.append(f"{typed}: {error}")
         else:
-            sound += option.tokens
-    return sound, problems
+            valid += option.tokens
+    return valid, problems
 
 
 def _suggestion(name: str, types: dict[str, Any], prog: str) -> str:
-    """`seq_len` is most likely `training.seq_len`; otherwise whatever is spelled alike."""
+    """Suggest the option of the same name in another section (`training.seq_len` for `seq_len`), else the closest."""
     same_leaf = [known for known in types if known.rpartition(".")[2] == name.rpartition(".")[2]]
     near = get_close_matches(name, same_leaf, n=1, cutoff=0.0) or get_close_matches(name, types, n=1)
     return f". Did you mean --{near[0]}?" if near else f" ({prog} --help lists them)"
 
 
-def _complaint(option: Given, types: dict[str, Any]) -> str:
-    """What is wrong with an option's values, or nothing."""
+def _value_error(option: Given, types: dict[str, Any]) -> str:
+    """The error in an option's values; empty if they are valid."""
     values, hint = " ".join(map(repr, option.values)), types[option.name]
     if hint is bool:
         section, dot, leaf = option.name.rpartition(".")
         opposite = section + dot + (leaf.removeprefix("no_") if leaf.startswith("no_") else f"no_{leaf}")
-        hint_at_it = f". Its opposite is --{opposite}" if opposite in types else ""
-        return f"takes no value, got {values}{hint_at_it}" if values else ""
+        suggestion = f". Its opposite is --{opposite}" if opposite in types else ""
+        return f"takes no value, got {values}{suggestion}" if values else ""
     if _accepts(hint, option):
         return ""
     if not values:
         return f"needs a value, {expected(hint)}"
     if get_origin(hint) not in (list, tuple):
         if len(option.values) > 1:
-            return f"takes one value, got {values}. A value with spaces needs quotes"
+            return f"takes one value, got {values}. Quote values that contain spaces"
         if hint is str:
             return f"write {option.tokens[0]}={option.values[0]} for a value that starts with a dash"
     return f"{values} is not {expected(hint)}"

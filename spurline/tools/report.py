@@ -1,4 +1,4 @@
-"""`spurline report`: one HTML page about one run, or several together. Free of torch."""
+"""`spurline report`: an HTML report of one run, or a comparison of several. Torch-free."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from spurline.tools.subcommands import take_arguments
 
 PROG = "spurline report"
 DESCRIPTION = """\
-Write one HTML page about a run, or about several together: curves, throughput,
-where the time goes, the load of experts, samples, warnings and the config. The
-page is a single file that needs no network.
+Write an HTML report of one run, or a comparison of several: loss curves, throughput,
+step time by phase, expert load, samples, warnings and configs. The report is a
+single self-contained file.
 
 examples
   spurline report outputs/my_run                        writes outputs/my_run/report.html
   spurline report outputs/a outputs/b --out compare.html
 
-It may be written while a run goes on."""
+A report can be written while a run is training."""
 
 
 @dataclass(frozen=True)
 class Command:
     out: Annotated[str, described("FILE")] = ""
-    """Where the page goes (default: report.html in the folder of the first run)."""
+    """Output file (default: report.html in the folder of the first run)."""
 
 
 def main(argv: list[str]) -> int:
     folders, options = take_arguments(argv, Command())
     command, problems = parse(Command, Command(), options, f"{PROG} RUN [RUN2 ...]", DESCRIPTION)
     if not folders:
-        problems.append("which run? The folder of a run comes first, as in spurline report outputs/my_run")
+        problems.append("RUN is missing: give a run folder, as in spurline report outputs/my_run")
     if problems:
         return complain(PROG, problems)
     try:
@@ -50,11 +50,11 @@ def main(argv: list[str]) -> int:
 
 
 def write_report(folders: list[str], out: str = "") -> Path:
-    """Write the page about the runs in `folders` and return where it is; what can't be read is a ValueError."""
+    """Write the report of the runs in `folders` and return its path; raises a ValueError for unreadable runs."""
     page = make_page(read_runs(folders))
     path = Path(out) if out else Path(folders[0]) / "report.html"
     if path.is_dir():
-        raise ValueError(f"--out {path}: this is a folder; name a file")
+        raise ValueError(f"--out {path} is a folder: give a file name")
     if not path.absolute().parent.is_dir():
         raise ValueError(f"{path}: there is no folder {path.parent}")
     temporary = path.with_name(path.name + ".tmp")

@@ -1,4 +1,4 @@
-"""Commands that have commands of their own, such as `spurline data prepare`. Free of torch."""
+"""Commands with subcommands, such as `spurline data prepare`. Torch-free."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from spurline.tools.train import raised_by_us
 @dataclass(frozen=True)
 class Subcommand:
     about: str
-    """One line for the list of commands."""
+    """Summary for the list of commands."""
     argument: str
-    """What stands before the options, such as FOLDER, or SOURCE ... if there may be several."""
+    """The positional argument: FOLDER, or SOURCE ... if it may be repeated."""
     description: str
     options: Any
-    """A dataclass instance with the defaults."""
+    """A dataclass instance with the default options."""
     run: Callable[[list[str], Any], int]
-    """Takes the arguments and the options, returns the exit code."""
+    """Takes arguments and options, returns the exit code."""
 
 
 def run_subcommand(prog: str, subcommands: dict[str, Subcommand], argv: list[str]) -> int:
-    """Understand and run one of a command's own commands, or tell what is wrong."""
+    """Parse and run a subcommand, or print all errors; returns the exit code."""
     if not argv or argv[0] in ("-h", "--help"):
         print(_help(prog, subcommands))
         return 0
@@ -44,11 +44,11 @@ def run_subcommand(prog: str, subcommands: dict[str, Subcommand], argv: list[str
     if not arguments:
         problems.append(f"{subcommand.argument.split()[0]} is missing")
     if len(arguments) > 1 and not subcommand.argument.endswith("..."):
-        problems.append(f"it takes one {subcommand.argument}, got {' '.join(arguments)}")
+        problems.append(f"expected one {subcommand.argument}, got {len(arguments)}: {' '.join(arguments)}")
     if problems:
         return complain(prog, problems)
     try:
-        with _ended_in_order():
+        with _exit_on_sigterm():
             return subcommand.run(arguments, options)
     except ValueError as error:
         if not raised_by_us(error):
@@ -63,11 +63,11 @@ def _help(prog: str, subcommands: dict[str, Subcommand]) -> str:
     width = max(map(len, subcommands))
     lines = [f"usage: {prog} COMMAND ...", "", "commands"]
     lines += [f"  {name:<{width}}  {subcommand.about}" for name, subcommand in subcommands.items()]
-    return "\n".join([*lines, "", f"`{prog} COMMAND --help` explains a command."])
+    return "\n".join([*lines, "", f"`{prog} COMMAND --help` shows the options of a command."])
 
 
 def take_arguments(argv: list[str], options: Any) -> tuple[list[str], list[str]]:
-    """What is no option nor the value of one, wherever it stands; and the options with their values."""
+    """Split argv into positional arguments, in any position, and the options with their values."""
     types = option_types(options)
     arguments, given = split_options([token for token in argv if token != "-h"])
     rest = ["--help"] if "-h" in argv else []
@@ -80,14 +80,14 @@ def take_arguments(argv: list[str], options: Any) -> tuple[list[str], list[str]]
 
 
 def with_own_options(message: str) -> str:
-    """Tools for data name their options as `spurline train` does, without the section."""
+    """Replace `data.weights` and the like in a message by the option names of the data tools, `--weights`."""
     message = re.sub(r"\bdata\.path:? ", "", message)
     return re.sub(r"\bdata\.(pattern|text_field|tokenizer|weights)\b", r"--\1", message)
 
 
 @contextmanager
-def _ended_in_order() -> Iterator[None]:
-    """Let SIGTERM unwind as Ctrl-C does, so that worker processes and unfinished files go away."""
+def _exit_on_sigterm() -> Iterator[None]:
+    """Raise SystemExit on SIGTERM, so that worker processes and temporary files are cleaned up."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         yield

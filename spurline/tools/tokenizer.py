@@ -1,4 +1,4 @@
-"""`spurline tokenizer`: train a tokenizer on text, and see how one cuts a text. Free of torch."""
+"""`spurline tokenizer`: train a BPE tokenizer, or inspect one. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from spurline.tools.subcommands import Subcommand, run_subcommand, with_own_opti
 
 PROG = "spurline tokenizer"
 TRAIN = """\
-Train a byte-level BPE tokenizer on text, and write it as the JSON file that
-`tokenizers` and transformers read. A SOURCE is what `spurline data prepare`
-takes. The same text gives the same tokenizer.
+Train a byte-level BPE tokenizer and write it as a tokenizer.json file, the format of
+Hugging Face tokenizers. SOURCE is as for `spurline data prepare`. Training is
+deterministic.
 
 examples
   spurline tokenizer train books/ --vocab_size 8192 --out tokenizer.json
   spurline data prepare books/ --tokenizer tokenizer.json --out prepared/books"""
 SHOW = """\
-Show the size and the boundary token of a tokenizer, which is a JSON file or a
-folder that has one, and how it cuts a text.
+Show the vocabulary size and document boundary token of a tokenizer (a tokenizer.json
+file or a folder that has one), and how it tokenizes a text.
 
 examples
   spurline tokenizer show tokenizer.json --text "Hello, world" """
@@ -34,19 +34,19 @@ examples
 @dataclass(frozen=True)
 class Train:
     vocab_size: Annotated[int, described("N")] = 0
-    """Tokens to make, with the 256 bytes and the boundary between documents among them."""
+    """Vocabulary size, including 256 byte tokens and the boundary token (required, at least 257)."""
     out: Annotated[str, described("FILE")] = ""
-    """The JSON file to write; it must not exist."""
+    """Output file, which must not exist (required)."""
     pattern: str = "*"
-    """Which files of a folder are read, at any depth (e.g. *.md)."""
+    """Glob that selects files within a folder, at any depth (e.g. *.md)."""
     text_field: str = "text"
-    """Where JSONL, Parquet and Hugging Face data sets have their text."""
+    """Name of the text field in JSONL, Parquet and Hugging Face datasets."""
 
 
 @dataclass(frozen=True)
 class Show:
     text: Annotated[str, described("TEXT")] = ""
-    """Text to cut into tokens."""
+    """Text to tokenize."""
 
 
 def main(argv: list[str]) -> int:
@@ -67,7 +67,7 @@ def train_tokenizer(paths: list[str], options: Train) -> int:
     save_tokenizer(tokenizer, out)
     print(f"wrote {options.out}: {tokenizer.vocab_size:,} tokens")
     if tokenizer.vocab_size < options.vocab_size:
-        print(f"that is fewer than {options.vocab_size:,}: the text has no more pairs that come twice", file=sys.stderr)
+        print(f"fewer than {options.vocab_size:,} tokens: no other pair occurs twice in the text", file=sys.stderr)
     return 0
 
 
@@ -79,7 +79,7 @@ def _problems(sources: list[Data], options: Train) -> list[str]:
     if options.vocab_size < SMALLEST_VOCAB:
         found.append(f"--vocab_size must be at least {SMALLEST_VOCAB}, got {options.vocab_size}")
     if not options.out:
-        found.append("--out is missing: it says which file to write")
+        found.append("--out is missing: give the output file")
     elif os.path.exists(os.path.expanduser(options.out)):
         found.append(f"--out: {options.out!r} exists: choose another name, or remove it first")
     return [with_own_options(problem) for problem in found]
@@ -101,5 +101,5 @@ def show_tokenizer(paths: list[str], options: Show) -> int:
 
 COMMANDS = {
     "train": Subcommand("Train a byte-level BPE tokenizer on text.", "SOURCE ...", TRAIN, Train(), train_tokenizer),
-    "show": Subcommand("Show a tokenizer, and how it cuts a text.", "PATH", SHOW, Show(), show_tokenizer),
+    "show": Subcommand("Show a tokenizer, and tokenize a text with it.", "PATH", SHOW, Show(), show_tokenizer),
 }

@@ -1,4 +1,4 @@
-"""`spurline train`: resolve the options, then show what they mean (--dry-run) or train."""
+"""`spurline train`: resolve the options, then print the config (--dry-run) or train."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def main(argv: list[str]) -> int:
         return 0
 
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a sample may have characters that the terminal has not
+        sys.stdout.reconfigure(errors="replace")  # for characters that the terminal can't encode
     try:
-        from spurline.train.trainer import train  # torch takes seconds to load, so it comes last
+        from spurline.train.trainer import train  # imports torch, which is slow: only once the options are valid
 
         folder = train(command.module, command.config, run_config)
         is_first = os.environ.get("RANK", "0") == "0"
@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
 
 
 def raised_by_us(error: BaseException) -> bool:
-    """Whether our own code raised the error, to tell a user something; others' errors are bugs and keep their trace."""
+    """Whether Spurline raised the error, as a message to the user; other errors are bugs and keep their traceback."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -62,7 +62,7 @@ def raised_by_us(error: BaseException) -> bool:
 
 
 def describe_cost(config: RunConfig[Any], world_size: int) -> str:
-    """The size of the model and what a token, a step and the whole run take, for people to read."""
+    """Format the parameter count, tokens and FLOPs of a config as text."""
     training, model = config.training, config.model
     data_ranks = world_size // config.parallelism.tensor_parallel_degree
     sequences = training.global_batch_size if training.global_batch_size > 0 else training.local_batch_size * data_ranks
@@ -70,11 +70,11 @@ def describe_cost(config: RunConfig[Any], world_size: int) -> str:
     flops = model.flops_per_token(training.seq_len)
     return "\n".join(
         [
-            f"parameters  {human(model.num_params())} total, {human(model.num_active_params())} active for a token",
-            f"tokens      {tokens:,} a step ({sequences} sequences of {training.seq_len:,}),"
+            f"parameters  {human(model.num_params())} total, {human(model.num_active_params())} active per token",
+            f"tokens      {tokens:,} per step ({sequences} sequences of {training.seq_len:,}),"
             f" {tokens * training.steps:,} in {training.steps:,} steps",
-            f"compute     {human_flops(flops)} a token, {human_flops(flops * tokens)} a step,"
-            f" {human_flops(flops * tokens * training.steps)} in all (forward and backward)",
+            f"compute     {human_flops(flops)} per token, {human_flops(flops * tokens)} per step,"
+            f" {human_flops(flops * tokens * training.steps)} in total (forward and backward)",
             f"run folder  {config.job.dump_folder}",
         ]
     )

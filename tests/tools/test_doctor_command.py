@@ -24,7 +24,7 @@ def test_the_table_is_aligned_and_says_what_works(spurline):
     assert (code, err) == (0, "")
     lines = out.splitlines()
     headings = [line for line in lines if not line.startswith(" ")]
-    assert headings == ["versions", "extras", "devices", "back ends", "compile"]
+    assert headings == ["versions", "extras", "devices", "backends", "compile"]
     rows = [re.fullmatch(r"  (ok |off)  (.+?)  +(\S.*)", line) for line in lines if re.match(r"  \S", line)]
     assert all(rows)
     assert len({row.start(3) for row in rows}) == 1
@@ -34,7 +34,7 @@ def test_the_table_is_aligned_and_says_what_works(spurline):
 def test_json_has_what_torch_says(spurline):
     found = findings(spurline)
     assert found["torch"]["detail"] == torch.__version__
-    assert found["threads"]["detail"] == f"{torch.get_num_threads()} a rank"
+    assert found["threads"]["detail"] == f"{torch.get_num_threads()} per rank"
     assert found["gloo"]["works"] == torch.distributed.is_gloo_available()
     assert found["bfloat16"]["works"] == any(
         torch.cpu.get_capabilities().get(key, False) for key in ("avx512_bf16", "amx_bf16", "bf16")

@@ -167,18 +167,18 @@ X = ["--prompt", "x"]
 @pytest.mark.parametrize(
     ("argv", "complaint"),
     [
-        (["nowhere", *X], "nowhere: there is no such folder"),
+        (["nowhere", *X], "nowhere: no such folder"),
         (["empty", *X], "empty/config.json: can't read the config file: No such file or directory"),
-        (["untrained", *X], "untrained/checkpoints: there is no checkpoint; train with --checkpoint.enable"),
+        (["untrained", *X], "untrained/checkpoints: no checkpoint found; train with --checkpoint.enable"),
         (["run", *X, "--step", "4"], "there is no complete checkpoint run/checkpoints/step-00000004; .*: 3, 12"),
         (["run"], "give either --prompt or --prompts_file"),
         (["run", *X, "--prompts-file", "a.txt"], "give either --prompt or --prompts_file"),
-        (X, "the folder of one run comes first, as in spurline generate outputs/my_run --prompt TEXT"),
-        (["run", "more", *X], "the folder of one run comes first, .*, got 'run' 'more'"),
+        (X, "expected one run folder first, as in spurline generate outputs/my_run --prompt TEXT"),
+        (["run", "more", *X], "expected one run folder first, .*, got 'run' 'more'"),
         (["run", "--prompt", ""], "--prompt: the prompt is empty"),
         (
             ["run", "--prompt", "x" * 24],
-            r"prompt 1 is 25 tokens long .* context of 24 \(training.seq_len\): shorten it",
+            r"prompt 1 has 25 tokens .* context length of 24 \(training.seq_len\): shorten it",
         ),
         (["run", *X, "--top-p", "1.5"], "--top_p must be above 0 and at most 1, got 1.5"),
         (["run", *X, "--top-p", "nan"], "--top_p must be above 0 and at most 1, got nan"),
@@ -189,15 +189,15 @@ X = ["--prompt", "x"]
         (["run", *X, "--import", "no_such_package"], "--import no_such_package: No module named 'no_such_package'"),
         (
             ["run", "--prompts-file", "missing.txt"],
-            "--prompts_file missing.txt: can't read it: No such file or directory",
+            "--prompts_file missing.txt: can't read the file: No such file or directory",
         ),
-        (["run", "--prompts-file", "empty"], "--prompts_file empty: can't read it: Is a directory"),
-        (["run", "--prompts-file", "blank.txt"], "--prompts_file blank.txt: there is no prompt in it"),
+        (["run", "--prompts-file", "empty"], "--prompts_file empty: can't read the file: Is a directory"),
+        (["run", "--prompts-file", "blank.txt"], "--prompts_file blank.txt: the file has no prompts"),
         (["run", "--prompts-file", "bytes.txt"], "--prompts_file bytes.txt: not UTF-8 text"),
         (["run", "--prompts-file", "bad.jsonl"], "--prompts_file bad.jsonl, line 2: not JSON: Expecting .*"),
         (
             ["run", "--prompts-file", "other.jsonl"],
-            '--prompts_file other.jsonl, line 1: not an object with .* "prompt"',
+            '--prompts_file other.jsonl, line 1: not a JSON object with a "prompt" string',
         ),
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "",
@@ -218,7 +218,7 @@ def test_bad_input_is_one_clear_line(spurline, tmp_path, run, argv, complaint):
 def test_tokenizer_that_the_model_has_no_room_for_is_refused(spurline, tmp_path):
     save_run(tmp_path / "run", config=replace(CONFIG, model=replace(CONFIG.model, vocab_size=256)))
     code, _, err = spurline("generate", "run", *X)
-    assert (code, err) == (2, "spurline generate: the run's tokenizer has 257 tokens, its model only 256\n")
+    assert (code, err) == (2, "spurline generate: the run's tokenizer has 257 tokens, but its model only 256\n")
 
 
 def test_a_diverged_model_is_one_clear_line(spurline, tmp_path):

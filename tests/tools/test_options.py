@@ -190,7 +190,7 @@ def test_help_of_a_preset_shows_its_values(train, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     code, out, _ = train("--help")
     assert code == 0
-    assert "values below are those of the preset deepseek_v3_debugmodel" in out
+    assert "Defaults below are those of the preset deepseek_v3_debugmodel" in out
     assert f"(default: {deepseek_v3_debugmodel().training.steps})" in out
     assert "--model.moe.top_k INT" in out
     assert out.index("training options") < out.index("model options")
@@ -228,8 +228,8 @@ def test_file_of_another_preset_is_refused(file, spurline):
     code, _, err = spurline("train", "--config-file", file, "--module", "llama", "--config", "c")
     assert code == 2
     assert err.splitlines()[1:] == [
-        "  --module llama: run.json is of module deepseek_v3, leave --module out",
-        "  --config c: run.json is of config deepseek_v3_debugmodel, leave --config out",
+        "  --module llama: run.json has module deepseek_v3; omit --module",
+        "  --config c: run.json has config deepseek_v3_debugmodel; omit --config",
     ]
 
 

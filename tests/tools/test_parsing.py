@@ -91,13 +91,13 @@ def test_flag_can_be_switched_off():
         (["--part.no-switch=1"], "--part.no-switch: takes no value, got '1'. Its opposite is --part.switch"),
         (["--once", "yes"], "--once: takes no value, got 'yes'"),
         (["--no-once"], "--no-once: no such option. Did you mean --once?"),
-        (["--text", "two", "words"], "--text: takes one value, got 'two' 'words'. A value with spaces needs quotes"),
+        (["--text", "two", "words"], "--text: takes one value, got 'two' 'words'. Quote values that contain spaces"),
         (["--text", "-x"], "--text: write --text=-x for a value that starts with a dash"),
         (["--rat", "1"], "--rat: no such option. Did you mean --rate?"),
         (["--part.swich"], "--part.swich: no such option. Did you mean --part.switch?"),
         (["--limit", "1"], "--limit: no such option. Did you mean --part.limit?"),
         (["--zzz=1"], "--zzz: no such option (prog --help lists them)"),
-        (["word"], "'word' stands alone: an option is written --section.option value"),
+        (["word"], "unexpected argument 'word': options have the form --section.option value"),
     ],
 )
 def test_mistake_is_told_in_words(argv, problem, capsys):

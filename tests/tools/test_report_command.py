@@ -102,11 +102,11 @@ def test_a_long_run_makes_a_page_below_two_megabytes(spurline, tmp_path):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "which run? The folder of a run comes first, as in spurline report outputs/my_run"),
+        ([], "RUN is missing: give a run folder, as in spurline report outputs/my_run"),
         (["nowhere"], "nowhere: there is no such run folder"),
         (["."], ".: not the folder of a run, as there is no metrics.jsonl in it"),
         (["broken"], "broken/metrics.jsonl, line 1: not JSON: Expecting value"),
-        (["run", "--out", "."], "--out .: this is a folder; name a file"),
+        (["run", "--out", "."], "--out . is a folder: give a file name"),
         (["run", "--out", "no/such/page.html"], "no/such/page.html: there is no folder no/such"),
         (["run", "--outt", "x"], "--outt: no such option. Did you mean --out?"),
     ],

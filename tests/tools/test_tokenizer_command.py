@@ -31,7 +31,7 @@ def test_text_with_too_few_pairs_says_so(spurline, text):
     assert code == 0
     num_tokens = Tokenizer.from_file(str(text / "t.json")).get_vocab_size()
     assert out == f"wrote t.json: {num_tokens} tokens\n"
-    assert err == "that is fewer than 5,000: the text has no more pairs that come twice\n"
+    assert err == "fewer than 5,000 tokens: no other pair occurs twice in the text\n"
 
 
 def test_prepare_with_the_trained_tokenizer(spurline, text):

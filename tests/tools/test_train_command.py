@@ -87,10 +87,10 @@ def test_dry_run_prints_the_config_and_its_cost_and_writes_nothing(train, traine
     model, sequences = deepseek_v3_debugmodel().model, deepseek_v3_debugmodel().training.local_batch_size
     flops, tokens = model.flops_per_token(64), sequences * 64
     assert cost.splitlines() == [
-        f"parameters  {human(model.num_params())} total, {human(model.num_active_params())} active for a token",
-        f"tokens      {tokens:,} a step ({sequences} sequences of 64), {tokens * 10:,} in 10 steps",
-        f"compute     {human_flops(flops)} a token, {human_flops(flops * tokens)} a step,"
-        f" {human_flops(flops * tokens * 10)} in all (forward and backward)",
+        f"parameters  {human(model.num_params())} total, {human(model.num_active_params())} active per token",
+        f"tokens      {tokens:,} per step ({sequences} sequences of 64), {tokens * 10:,} in 10 steps",
+        f"compute     {human_flops(flops)} per token, {human_flops(flops * tokens)} per step,"
+        f" {human_flops(flops * tokens * 10)} in total (forward and backward)",
         "run folder  outputs/deepseek_v3_debugmodel",
     ]
 

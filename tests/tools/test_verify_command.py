@@ -231,7 +231,7 @@ def test_nothing_to_run_is_not_a_success(spurline, judged):
     judged(passes)
     code, out, _ = spurline("verify", "--world", "2", "--model.num_heads", "3", "--model.moe.experts_backend", "bmm")
     assert code == 1
-    assert out.splitlines()[-1].startswith("no cell fits this model")
+    assert out.splitlines()[-1].startswith("no cell applies to this model")
 
 
 def test_all_that_is_wrong_is_told_at_once(spurline):
@@ -243,8 +243,8 @@ def test_all_that_is_wrong_is_told_at_once(spurline):
         "  --import no_such_package: No module named 'no_such_package'",
         "  --jsn: no such option. Did you mean --json?",
         "  --model.dim: 'x' is not an integer",
-        "  --quick and --full exclude each other",
-        "  --world 3: there are cells on 1, 2, 4, 8 ranks",
+        "  --quick and --full are mutually exclusive",
+        "  --world 3: no cell has 3 ranks. Choose from: 1, 2, 4, 8",
         "  model.moe.top_k 99 is larger than num_experts 8: a token visits an expert once at most",
     ]
 
