@@ -77,8 +77,8 @@ class Training:
     local_batch_size: int = 8
     """Micro-batch size: sequences per forward pass per data-parallel rank."""
     global_batch_size: int = -1
-    """Sequences per optimizer step over all ranks, reached by gradient accumulation (-1: local_batch_size on each
-    data-parallel rank). Set it to train on the same data with any number of ranks."""
+    """Sequences per optimizer step over all ranks, by gradient accumulation (-1: one micro-batch per rank).
+    Set it to see the same data with any number of ranks."""
     seed: int = 0
     """Random seed for initial weights, data order and sampling."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -88,8 +88,7 @@ class Training:
     threads: int = 0
     """Intra-op CPU threads per rank (0: PyTorch's default). Reductions may differ in the last bits between values."""
     keep_freed_memory: bool = True
-    """Keep freed memory in the process instead of returning it to the OS (glibc only): fewer page faults per step,
-    slightly higher memory use."""
+    """Keep freed memory in the process (glibc only): fewer page faults per step, slightly higher memory use."""
 
     def problems(self) -> list[str]:
         found = _at_least(self, steps=1, seq_len=1, local_batch_size=1, max_grad_norm=0, threads=0)
@@ -213,8 +212,8 @@ class Compile:
 @dataclass(frozen=True)
 class ActivationCheckpoint:
     mode: Literal["none", "full", "selective"] = "none"
-    """What each block recomputes in backward to save memory: nothing, everything, or (selective) only cheap ops,
-    keeping attention, large matmuls, routing and exchanged rows."""
+    """What each block recomputes in backward to save memory: nothing, everything, or (selective) cheap ops.
+    Selective keeps the outputs of attention, large matmuls, routing and row exchanges."""
 
     def problems(self) -> list[str]:
         return []
@@ -240,15 +239,15 @@ class Checkpoint:
 @dataclass(frozen=True)
 class Data:
     path: str = ""
-    """Comma-separated sources: files or folders of text, JSONL or Parquet, folders from `spurline data prepare`, or
-    hf://NAME (empty: the source code of the Python standard library)."""
+    """Comma-separated sources: files or folders of text, JSONL or Parquet, prepared folders, hf://NAME.
+    Empty: the source code of the Python standard library."""
     pattern: str = "*"
     """Glob that selects files within a folder, at any depth (e.g. *.md)."""
     validation_fraction: float = 0.02
     """Fraction of the tokens held out for validation (0: none)."""
     weights: str = ""
-    """Comma-separated sampling weight of each source, e.g. 3,1 (empty: in proportion to size, or the weights stored
-    in prepared data)."""
+    """Comma-separated sampling weight of each source, e.g. 3,1 (empty: in proportion to size).
+    The sources within a prepared folder keep the relative weights given to `spurline data prepare`."""
     text_field: str = "text"
     """Name of the text field in JSONL, Parquet and Hugging Face datasets."""
     tokenizer: str = ""
@@ -256,8 +255,8 @@ class Data:
     mask_documents: bool = False
     """Restrict attention to tokens of the same document within a packed sequence."""
     kind: Literal["text", "pictures"] = "text"
-    """Text, or images with captions; images come from a JSONL file of {"image": path, "text": ...} (empty path:
-    generated images of colored shapes)."""
+    """Text, or images with captions, from a JSONL file of {"image": path, "text": ...}.
+    With an empty data.path: generated images of colored shapes."""
     max_pixels: int = 65_536
     """Downscale images with more pixels than this."""
 

@@ -56,8 +56,8 @@ class MoEConfig:
     experts: str = "swiglu"
     """What an expert computes: swiglu, or a registered name."""
     experts_backend: str = "auto"
-    """Kernel of the expert matmuls: auto (fastest for the device), stream (CPU), loop, grouped_mm, bmm (equal counts
-    only), or a registered name."""
+    """Kernel of the expert matmuls: auto, stream, loop, grouped_mm, bmm, or a registered name.
+    auto: stream on CPU; on accelerators bmm for equal counts, else grouped_mm if it supports the dtype, else loop."""
     dispatcher: str = "local"
     """How rows reach their experts: local, or a registered name."""
 

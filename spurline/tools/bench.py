@@ -49,8 +49,8 @@ class Command:
     parts: Annotated[tuple[str, ...], described("NAME ...")] = SUITE_NAMES
     """Benchmark suites to run (default: all)."""
     cases: Annotated[tuple[str, ...], described("NAME ...")] = tuple(CASES)
-    """Layer shapes to run in the suites layers, bf16 and memory: small, medium, medium_zipf, medium_one_hot,
-    medium_uniform, decode (default: all)."""
+    """Layer shapes and routings to run in the suites layers, bf16 and memory (default: all).
+    One or more of small, medium, medium_zipf, medium_one_hot, medium_uniform, decode."""
     threads: Annotated[tuple[int, ...], described("N ...")] = (1, 2)
     """Thread counts; every suite runs once with each (default: 1 2)."""
     seconds: Annotated[float, tyro.conf.arg(metavar="S")] = 20.0

@@ -51,8 +51,8 @@ class Prepare:
     text_field: str = "text"
     """Name of the text field in JSONL, Parquet and Hugging Face datasets."""
     workers: Annotated[int, described("N")] = 0
-    """Worker processes for tokenization (default: one per CPU core; 1 with the byte tokenizer). Lower it to save
-    memory; the output is the same for any number."""
+    """Worker processes for tokenization (default: one per CPU core; 1 with the byte tokenizer).
+    Lower it to save memory; the output is the same for any number."""
 
 
 @dataclass(frozen=True)

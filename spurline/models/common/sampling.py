@@ -12,8 +12,7 @@ class Sampling:
     top_k: int = 40
     """Sample from the k most likely tokens only (0: from all)."""
     top_p: float = 1.0
-    """Nucleus sampling: sample from the smallest set of tokens whose probabilities sum to at least this, after top_k
-    (1: off)."""
+    """Nucleus sampling, after top_k: the smallest set of tokens with at least this total probability (1: off)."""
 
     def problems(self) -> list[str]:
         """All errors, one message each; empty if it is valid."""
