@@ -1,4 +1,4 @@
-"""Text and pictures to batches: sources, tokenizer, packing, loader. Importing this package does not import torch."""
+"""From text and images to batches: sources, tokenizers, packing, loaders. Importing this package is torch-free."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class DataSets:
     tokenizer: Tokenizer
     train: TrainBatches
     validation: ValidationBatches | None
-    """None when nothing is held out, or the text is too short for it."""
+    """None if nothing is held out, or the text is too short to hold anything out."""
     num_documents: int
     num_tokens: int
-    """Tokens of all documents, training and validation, with their boundaries."""
+    """Total tokens of training and validation documents, including boundary tokens."""
 
 
 def check_data(data: Data) -> list[str]:
-    """What is wrong with the data options as far as it shows without reading all of it; empty when nothing is."""
+    """Errors in the data options that can be found without reading all of the data."""
     if data.kind == "text":
         return check_text(data)
     from spurline.data.picture_samples import check_pictures
@@ -36,7 +36,7 @@ def check_data(data: Data) -> list[str]:
 
 
 def open_data(data: Data, seq_len: int, seed: int) -> DataSets:
-    """Read, pack and split the data set that `data` names; a ValueError says what is wrong with it."""
+    """Read, split and pack the dataset; raises a ValueError if it is invalid."""
     if data.kind == "pictures":
         from spurline.data.pictures import open_pictures
 

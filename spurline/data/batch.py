@@ -1,6 +1,6 @@
-"""What one forward pass takes: tokens, what they predict, and the pictures among them.
+"""The inputs of one forward pass: tokens, labels, and image patches.
 
-B sequences of L tokens; N patches of all pictures together, of C numbers each.
+B sequences of L tokens; N patches over all images, with C values each.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor
 from spurline.data.patch_sizes import MERGE
 
 IGNORE_INDEX = -100
-"""The label of a position that predicts nothing."""
+"""Label of positions that are excluded from the loss."""
 
 
 @dataclass(frozen=True)
 class Spot:
-    """Where a picture stands: in sequence `row`, from position `start`; it is height x width patches large."""
+    """The location of an image of height x width patches: sequence `row`, starting at position `start`."""
 
     row: int
     start: int
@@ -33,13 +33,13 @@ class Spot:
 
     @property
     def num_features(self) -> int:
-        """Positions it takes in its sequence."""
+        """Number of positions the image occupies in its sequence."""
         return self.num_patches // MERGE**2
 
 
 @dataclass(frozen=True)
 class Images:
-    """The pictures of a batch, one after the other; a batch may have none while others of the data set do."""
+    """The images of a batch, concatenated; may be empty."""
 
     patches_NC: Tensor
     spots: tuple[Spot, ...]
@@ -48,7 +48,7 @@ class Images:
         return replace(self, patches_NC=self.patches_NC.to(device))
 
     def take(self, rows: Sequence[int]) -> Images:
-        """The pictures of some sequences, which become sequences 0, 1, ..; one may be taken twice."""
+        """The images of the given sequences, renumbered 0, 1, ...; `rows` may repeat."""
         parts = self.patches_NC.split([spot.num_patches for spot in self.spots])
         taken = [
             (replace(spot, row=new), part_NC)
@@ -64,15 +64,15 @@ class Images:
 class Batch:
     tokens_BL: Tensor
     labels_BL: Tensor
-    """The token that follows each one, or IGNORE_INDEX."""
+    """The next token at each position, or IGNORE_INDEX."""
     images: Images | None = None
-    """None where the data set has no pictures at all."""
+    """None for text-only datasets."""
     documents_BL: Tensor | None = None
-    """Which document each token is of, where attention shall not go from one to another."""
+    """Document id of each token if attention is masked by document, else None."""
 
     @property
     def extras(self) -> dict[str, Any]:
-        """What a model is given besides the tokens, by name."""
+        """Keyword arguments of the model besides the tokens."""
         extras = {"images": self.images, "documents_BL": self.documents_BL}
         return {name: extra for name, extra in extras.items() if extra is not None}
 
@@ -82,7 +82,7 @@ class Batch:
         return Batch(self.tokens_BL.to(device), self.labels_BL.to(device), images, documents_BL)
 
     def take(self, rows: Sequence[int]) -> Batch:
-        """The given sequences; one may be taken twice."""
+        """The given sequences as a batch; `rows` may repeat."""
         images = None if self.images is None else self.images.take(rows)
         documents_BL = None if self.documents_BL is None else self.documents_BL[list(rows)]
         return Batch(self.tokens_BL[list(rows)], self.labels_BL[list(rows)], images, documents_BL)

@@ -1,6 +1,6 @@
-"""One file into documents: plain text, JSONL (both also as .gz and .zst) and Parquet. Free of torch.
+"""Readers that turn a file into documents: plain text, JSONL (both optionally .gz or .zst) and Parquet. Torch-free.
 
-A reader holds a piece of a file at a time, and calls `advance` with the bytes of the file that it has come further.
+Readers stream a file in pieces, and call `advance` with the number of file bytes consumed since the last call.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Advance = Callable[[int], None]
 @dataclass(frozen=True)
 class Document:
     name: str
-    """Path within the data set, with forward slashes: it decides the place in the order and the side of the split."""
+    """Path within the dataset, with forward slashes; its hash determines order and train/validation split."""
     text: str
     is_rest: bool = False
-    """A further piece of the document before: large text comes in several."""
+    """Whether this continues the previous document: large files are read in several pieces."""
 
 
 def read_file(path: str, name: str, text_field: str, advance: Advance) -> Iterator[Document]:
-    """The documents of a file, which its name tells how to read; those without text are left out."""
+    """The non-empty documents of a file, whose format is determined by its name."""
     if name.endswith(".parquet"):
         return _read_parquet(path, name, text_field, advance)
     if name.removesuffix(".gz").removesuffix(".zst").endswith(_TEXT_SUFFIXES):
@@ -39,7 +39,7 @@ def read_file(path: str, name: str, text_field: str, advance: Advance) -> Iterat
 
 
 def _read_text(path: str, name: str, advance: Advance) -> Iterator[Document]:
-    """The file as one document, in pieces that end with a line."""
+    """The file as one document, in pieces that end at line breaks."""
     rest, offset, is_rest = b"", 0, False
     with _opened(path, advance) as file:
         while chunk := file.read(PIECE_BYTES):
@@ -54,7 +54,7 @@ def _read_text(path: str, name: str, advance: Advance) -> Iterator[Document]:
 
 
 def _last_cut(content: bytes) -> int:
-    """Where the last line, or else word, or else character begins."""
+    """The offset at which the last line begins, or else the last word, or else the last character."""
     if cut := content.rfind(b"\n") + 1 or content.rfind(b" ") + 1:
         return cut
     at_most_4_bytes = range(len(content) - 1, len(content) - 5, -1)
@@ -72,12 +72,12 @@ def _decode(content: bytes, path: str, offset: int) -> str:
             return text
     raise ValueError(
         f"data.path: {path!r} is not UTF-8 text ({what} at offset {offset + where}): convert it or,"
-        " in a folder, leave it out with data.pattern (such as *.md)"
+        " in a folder, exclude it with data.pattern (such as *.md)"
     )
 
 
 def _read_jsonl(path: str, name: str, text_field: str, advance: Advance) -> Iterator[Document]:
-    """A document for each line."""
+    """One document per line."""
     offset = 0
     with _opened(path, advance) as file:
         for number, line in enumerate(file, start=1):
@@ -100,7 +100,7 @@ def _field_of_line(line: str, text_field: str, where: str) -> str:
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: not JSON (column {error.colno}: {error.msg.removesuffix(' at')})") from None
     except RecursionError:
-        raise ValueError(f"{where}: not JSON that can be read (nested too deeply)") from None
+        raise ValueError(f"{where}: JSON is nested too deeply") from None
     if not isinstance(record, dict):
         raise ValueError(f"{where}: not a JSON object with a field {text_field!r}")
     if text_field not in record:
@@ -110,16 +110,18 @@ def _field_of_line(line: str, text_field: str, where: str) -> str:
 
 
 def checked_text(value: Any, text_field: str, where: str) -> str:
-    """The value of a text field, empty for null."""
+    """The value of a text field; null becomes an empty string."""
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise ValueError(f"{where}: {text_field!r} is not text but {type(value).__name__}: choose with data.text_field")
+        raise ValueError(
+            f"{where}: {text_field!r} is {type(value).__name__}, not text: choose another field with data.text_field"
+        )
     return value
 
 
 def _read_parquet(path: str, name: str, text_field: str, advance: Advance) -> Iterator[Document]:
-    """A document for each row."""
+    """One document per row."""
     pyarrow = import_pyarrow("Parquet files")
     from pyarrow.parquet import ParquetFile
 
@@ -153,7 +155,7 @@ def import_pyarrow(what: str) -> Any:
 
 
 class _CountedFile(io.FileIO):
-    """Tells how many bytes were read, whatever decompresses or buffers them afterwards."""
+    """Reports the bytes read from disk, before any decompression or buffering."""
 
     advance: Advance
 
@@ -165,7 +167,7 @@ class _CountedFile(io.FileIO):
 
 @contextmanager
 def _opened(path: str, advance: Advance) -> Iterator[BinaryIO]:
-    """The content of a file, decompressed where its name says so; a ValueError for whatever goes wrong in reading."""
+    """Open a file, decompressing by its suffix; read errors become ValueErrors."""
     try:
         with _CountedFile(path) as raw:
             raw.advance = advance

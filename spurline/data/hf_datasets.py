@@ -1,4 +1,4 @@
-"""Hugging Face data sets: a folder that `datasets` saved, or hf://NAME?config=C&split=S&streaming=1. Free of torch."""
+"""Hugging Face datasets: a `save_to_disk` folder, or hf://NAME?config=C&split=S&streaming=1. Torch-free."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def is_dataset(path: str) -> bool:
 
 
 def dataset_problems(path: str) -> list[str]:
-    """What is wrong with the way a data set is named, or with this machine; nothing is read or downloaded."""
+    """Errors in a dataset name, or a missing `datasets` package; nothing is read or downloaded."""
     try:
         _parse(path)
         _check_package()
@@ -29,16 +29,16 @@ def dataset_problems(path: str) -> list[str]:
 
 
 def num_rows(path: str) -> int | None:
-    """The rows of a data set, if they are known before reading it."""
+    """Number of rows, or None if it is not known in advance (streaming)."""
     return getattr(_open(path), "num_rows", None)
 
 
 def read_dataset(path: str, text_field: str, advance: Advance) -> Iterator[Document]:
-    """A document for each row; `advance` counts rows."""
+    """One document per row; `advance` counts rows."""
     dataset = _open(path)
     where = f"data.path {path!r}"
     columns = dataset.column_names
-    if columns is not None:  # a stream may not know them before its first row
+    if columns is not None:  # unknown for some streams until the first row
         if text_field not in columns:
             has = ", ".join(map(repr, columns))
             raise ValueError(f"{where}: no column {text_field!r} (it has {has}): choose one with data.text_field")
@@ -54,12 +54,12 @@ def read_dataset(path: str, text_field: str, advance: Advance) -> Iterator[Docum
 def _rows(dataset: Any, where: str) -> Iterator[dict[str, Any]]:
     try:
         yield from dataset
-    except Exception as error:  # of the network, of a file's format, of the hub: each with a type of its own
+    except Exception as error:  # network, file format and hub errors have many types
         raise _refused(where, error) from error
 
 
 def _open(path: str) -> Any:
-    """The data set, memory-mapped from a folder or the hub's cache, or as a stream."""
+    """Open the dataset: memory-mapped from a folder or the hub cache, or as a stream."""
     name, options = _parse(path)
     _check_package()
     import datasets
@@ -86,7 +86,7 @@ def _is_saved(path: str) -> bool:
 
 
 def _parse(path: str) -> tuple[str, dict[str, str]]:
-    """The name of a data set, or its folder, and its options."""
+    """The name or folder of a dataset, and its options."""
     if not path.startswith(SCHEME):
         return path, {}
     url = urlsplit(path)
@@ -97,17 +97,17 @@ def _parse(path: str) -> tuple[str, dict[str, str]]:
     if wrong or not url.netloc + url.path:
         about = f" ({', '.join(wrong)})" if wrong else ""
         raise ValueError(
-            f"data.path {path!r}: not the name of a data set{about}: write {SCHEME}NAME, or"
+            f"data.path {path!r}: not a valid dataset name{about}: write {SCHEME}NAME, or"
             f" {SCHEME}NAME?config=CONFIG&split=SPLIT&streaming=1 with some of these options"
         )
     return url.netloc + url.path, options
 
 
 def _check_package() -> None:
-    if find_spec("datasets") is None:  # it takes seconds to import
-        raise ValueError("data.path: Hugging Face data sets need the package datasets: pip install 'spurline[data]'")
+    if find_spec("datasets") is None:  # importing it would take seconds
+        raise ValueError("data.path: Hugging Face datasets need the package datasets: pip install 'spurline[data]'")
 
 
 def _refused(where: str, error: Exception) -> ValueError:
     reason = str(error).partition("\n")[0] or type(error).__name__
-    return ValueError(f"{where}: can't read this data set: {reason}")
+    return ValueError(f"{where}: can't read this dataset: {reason}")

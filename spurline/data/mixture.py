@@ -1,4 +1,4 @@
-"""The endless order in which windows are read: position to window, with no state in between. Free of torch."""
+"""The order in which windows are read, as a stateless map from position to window. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ import numpy.typing as npt
 
 
 class SampleOrder:
-    """An endless sequence over the windows of some sources: each goes epoch by epoch through its seeded permutations.
+    """An infinite sequence over the windows of several sources, each with a seeded permutation per epoch.
 
-    Sources take turns as evenly as whole numbers allow. The first source gets floor(n * share + phase) of the first n
-    positions, for every n; the second gets its share of the rest in the same way, and so on. So any stretch has each
-    source in its proportion, to within a few windows, and the place of a window follows from n alone.
+    Sources are interleaved as evenly as integers allow. Of the first n positions, the first source gets
+    floor(n * share + phase), for every n; the second gets its share of the rest in the same way, and so on. Any
+    interval thus has each source in proportion to within a few windows, and the window at position n depends on n only.
     """
 
     def __init__(self, num_windows: Sequence[int], weights: Sequence[Fraction], seed: int) -> None:
-        """`weights` are positive; without any, a source weighs what it has, and all begin each epoch together."""
+        """`weights` must be positive; if empty, sources are weighted by size, so their epochs coincide."""
         assert min(num_windows) > 0
         weights = weights or [Fraction(count) for count in num_windows]
         self._seed = seed
         self._num_windows = list(num_windows)
         self._first_id = np.cumsum([0, *num_windows]).tolist()
-        # Share of each source but the last in what the sources before it leave, and a phase of its own.
+        # For each source but the last: its share of the positions that earlier sources leave, and a random phase.
         self._turns = [
             _Turn(weight / sum(weights[i:]), Fraction(_phase(seed, i))) for i, weight in enumerate(weights[:-1])
         ]
         self._epochs: dict[int, tuple[int, npt.NDArray[np.int64]]] = {}
 
     def ids(self, start: int, count: int) -> list[int]:
-        """The windows at positions [start, start + count), counted through all sources."""
+        """Ids (over all sources) of the windows at positions [start, start + count)."""
         return [self._id(position) for position in range(start, start + count)]
 
     def source_of(self, position: int) -> tuple[int, int]:
-        """The source that is read at a position, and how many windows of it were read before."""
+        """The source read at a position, and the number of its windows read before."""
         for source, turn in enumerate(self._turns):
             taken = turn.count(position)
             if turn.count(position + 1) > taken:
@@ -50,14 +50,14 @@ class SampleOrder:
 
     def _permutation(self, source: int, epoch: int) -> npt.NDArray[np.int64]:
         if source not in self._epochs or self._epochs[source][0] != epoch:
-            # Sources of the same size, which may correspond window by window, must not be in step.
+            # Sources of equal size may be aligned (such as translations): give each its own permutation.
             key = (epoch, source) if source else (epoch,)
             self._epochs[source] = epoch, shuffled(self._num_windows[source], self._seed, key)
         return self._epochs[source][1]
 
 
 class _Turn:
-    """Which of n positions are one source's, in integers: exact however far a run goes."""
+    """Counts one source's positions among the first n, in exact integer arithmetic."""
 
     def __init__(self, share: Fraction, phase: Fraction) -> None:
         self._scale = share.denominator * phase.denominator
@@ -69,12 +69,12 @@ class _Turn:
 
 
 def shuffled(count: int, seed: int, key: tuple[int, ...]) -> npt.NDArray[np.int64]:
-    """A permutation of range(count) that follows from the seed and the key."""
-    # numpy takes no negative seed, torch does.
+    """A permutation of range(count) determined by seed and key."""
+    # numpy does not accept negative seeds, torch does.
     sequence = np.random.SeedSequence(seed % 2**64, spawn_key=key)
     return np.random.default_rng(sequence).permutation(count)
 
 
 def _phase(seed: int, source: int) -> float:
-    """A number in [0, 1) that makes another seed begin with other sources."""
+    """A number in [0, 1), so that different seeds start with different sources."""
     return float(np.random.default_rng(np.random.SeedSequence(seed % 2**64, spawn_key=(source,))).random())

@@ -1,6 +1,6 @@
-"""Documents become one stream of tokens, split into training and validation and cut into windows. Free of torch.
+"""Concatenate documents into a token stream, split it into training and validation, cut it into windows. Torch-free.
 
-Shapes: N tokens of a stream, B windows, L tokens a sequence.
+Shapes: N tokens in a stream, B windows, L tokens per sequence.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ from spurline.data.tokenizer import Tokenizer, Tokens, token_dtype
 
 
 class Windows:
-    """A stream (N,) as windows of seq_len + 1 tokens; each begins with the last token of the one before.
+    """A stream (N,) as windows of seq_len + 1 tokens, each overlapping the previous one by one token.
 
-    So the windows' labels (all but their first token) are the stream from its second token on, each exactly once,
-    up to the `num_dropped` at the end that fill no window.
+    Every token but the first is thus a label exactly once, except the last `num_dropped`, which fill no window.
     """
 
     def __init__(self, stream_N: Stretches | Tokens, seq_len: int, boundary_id: int) -> None:
@@ -54,12 +53,12 @@ class Windows:
         return window_BL
 
     def document_ids(self, window_id: int) -> npt.NDArray[np.int64]:
-        """Which document each token (L,) of a window belongs to; 0 is the one that began before the window."""
+        """Document id of each token (L,) of a window; 0 is the document that began before the window."""
         return document_ids(self.take([window_id])[0, :-1], self.boundary_id)
 
 
 class JoinedWindows:
-    """The windows of several streams, numbered through; none goes over the end of a stream."""
+    """The windows of several streams, numbered consecutively; no window spans two streams."""
 
     def __init__(self, parts: Sequence[Windows]) -> None:
         self._parts = parts
@@ -79,9 +78,9 @@ class JoinedWindows:
 
 
 def document_ids(tokens_BL: Any, boundary_id: int) -> Any:
-    """Which document each token (..., L) belongs to, for arrays as for tensors; 0 is the one that began before.
+    """Document id of each token (..., L), for arrays and tensors; 0 is the document that began before the window.
 
-    A token that may attend to its own document only sees the positions with the same id.
+    With document masking, a token attends only to positions with the same id.
     """
     return (tokens_BL == boundary_id).cumsum(-1)
 
@@ -90,7 +89,7 @@ def document_ids(tokens_BL: Any, boundary_id: int) -> Any:
 class Packed:
     train: Windows
     validation: Windows | None
-    """None when nothing is held out, or the share asked for is less than half a window."""
+    """None if nothing is held out, or the fraction is less than half a window."""
     num_documents: int
     num_tokens: int
 
@@ -98,7 +97,7 @@ class Packed:
 def pack(
     documents: Iterable[Document], tokenizer: Tokenizer, seq_len: int, validation_fraction: float, path: str = ""
 ) -> Packed:
-    """Join the documents, each after a boundary token, split off what is held out, and cut both parts into windows."""
+    """Concatenate the documents, each after a boundary token; split into training and validation; cut into windows."""
     stream = stream_of(documents, tokenizer)
     return pack_stream(stream, tokenizer.boundary_id, seq_len, validation_fraction, path)
 
@@ -124,11 +123,11 @@ def stream_of(documents: Iterable[Document], tokenizer: Tokenizer) -> DocumentSt
 def pack_stream(
     stream: DocumentStream, boundary_id: int, seq_len: int, validation_fraction: float, path: str = ""
 ) -> Packed:
-    """Split off what is held out, and cut both parts into windows; `path` says where the stream is from."""
+    """Split into training and validation and cut both into windows; `path` is for error messages."""
     if stream.num_tokens < seq_len + 1:
         raise ValueError(
-            f"data.path {path + ' ' if path else ''}has {stream.num_tokens} tokens, and one training window needs"
-            f" {seq_len + 1} (training.seq_len + 1): give more text or a smaller training.seq_len"
+            f"data.path {path + ' ' if path else ''}has {stream.num_tokens} tokens, but one training window needs"
+            f" {seq_len + 1} (training.seq_len + 1): use more text or a smaller training.seq_len"
         )
     train_N, validation_N = _split(stream, seq_len, validation_fraction)
     validation = Windows(validation_N, seq_len, boundary_id)
@@ -141,10 +140,10 @@ def pack_stream(
 
 
 def _split(stream: DocumentStream, seq_len: int, fraction: float) -> tuple[Stretches, Stretches]:
-    """The training documents and the held-out ones.
+    """The training part and the held-out part.
 
-    Where whole documents can't come near the fraction (there is one document, or a few large ones),
-    the last windows of the stream are held out instead.
+    Holds out whole documents. If those can't approximate the fraction (one document, or a few large ones), the last
+    windows of the stream are held out instead.
     """
     num_windows = (stream.num_tokens - 1) // seq_len
     num_held_out = min(round(num_windows * fraction), num_windows - 1)

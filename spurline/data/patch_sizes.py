@@ -1,11 +1,11 @@
-"""How a picture is cut into patches, which the data and the model have to agree on. Free of torch and numpy."""
+"""Patch sizes shared by data and model. Imports neither torch nor numpy."""
 
 PATCH_SIZE = 16
-"""Pixels along a side of a patch."""
+"""Pixels per side of a patch."""
 FRAMES = 2
-"""As video has them: a still picture is shown twice."""
+"""Frames per patch, as for video; a still image repeats its frame."""
 MERGE = 2
-"""Patches along a side of a block, which the encoder merges into one feature."""
+"""Patches per side of a block, which the encoder merges into one feature."""
 PATCH_DIM = 3 * FRAMES * PATCH_SIZE * PATCH_SIZE
 FEATURE_SIZE = PATCH_SIZE * MERGE
-"""Pixels along a side of what becomes one feature; the sides of a picture are multiples of it."""
+"""Pixels per side of one feature; image sides are multiples of it."""

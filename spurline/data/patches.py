@@ -1,7 +1,7 @@
-"""Pictures as the patches that a vision encoder reads. Free of torch.
+"""Convert images to the patches that a vision encoder takes. Torch-free.
 
-A picture is H x W pixels of 3 colours. A patch is 16 x 16 of them, in 2 frames, as video has them: a still picture is
-shown twice. Patches come in blocks of 2 x 2, row by row, since the encoder merges each block into one feature.
+An image is H x W pixels of 3 colors. A patch is 16 x 16 pixels x 2 frames, as for video; a still image repeats its
+frame. Patches are ordered in blocks of 2 x 2, row by row, since the encoder merges each block into one feature.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ Pixels = npt.NDArray[np.uint8]
 
 
 def to_patches(pixels_HWC: Pixels) -> npt.NDArray[np.float32]:
-    """Pixels (H, W, 3) -> patches (N, 3 * 2 * 16 * 16) with values from -1 to 1, in the order colour, frame, y, x."""
+    """Pixels (H, W, 3) -> patches (N, 3 * 2 * 16 * 16) with values in [-1, 1], in the order color, frame, y, x."""
     H, W, _ = pixels_HWC.shape
     assert H % FEATURE_SIZE == 0, f"height {H} is not a multiple of {FEATURE_SIZE}"
     assert W % FEATURE_SIZE == 0, f"width {W} is not a multiple of {FEATURE_SIZE}"
     blocks = pixels_HWC.reshape(H // FEATURE_SIZE, MERGE, PATCH_SIZE, W // FEATURE_SIZE, MERGE, PATCH_SIZE, 3)
-    # (block row, block column, row and column in the block, colour, y, x)
+    # (block row, block column, row in block, column in block, color, y, x)
     frame = blocks.transpose(0, 3, 1, 4, 6, 2, 5).reshape(-1, 3, 1, PATCH_SIZE, PATCH_SIZE)
     return (frame.repeat(FRAMES, axis=2).reshape(-1, PATCH_DIM) / 127.5 - 1).astype(np.float32)
 
 
 def fitting_size(height: int, width: int, max_pixels: int) -> tuple[int, int]:
-    """Height and width as multiples of FEATURE_SIZE: the nearest ones or, with at most `max_pixels`, the next below."""
+    """Height and width rounded to multiples of FEATURE_SIZE, scaled down to at most `max_pixels`."""
     rows, columns = (max(1, round(side / FEATURE_SIZE)) for side in (height, width))
     most = max_pixels // FEATURE_SIZE**2
     if rows * columns > most:
         scale = min(1.0, (max_pixels / (height * width)) ** 0.5)
-        # A picture that is very long has a short side of one feature, and then its long side alone keeps to the limit.
+        # The short side of a very elongated image is one feature; then only the long side can meet the limit.
         rows, columns = (min(most, max(1, int(side * scale / FEATURE_SIZE))) for side in (height, width))
     return rows * FEATURE_SIZE, columns * FEATURE_SIZE

@@ -1,4 +1,4 @@
-"""A user's own pictures: a JSONL file with the path of an image and its text in each line. Free of torch."""
+"""Image datasets: a JSONL file with an image path and a text in each line. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy as np
 
 from spurline.data.patches import Pixels, fitting_size
 
-_ORIENTATION = 0x0112  # the EXIF tag of how a camera was held; from 5 on, height and width change places
+_ORIENTATION = 0x0112  # EXIF orientation tag; values from 5 on swap height and width
 
 
 def read_lines(path: str) -> Iterator[tuple[int, str, str | None]]:
-    """Number, text and path of the image, if any, of every line that is not blank; a ValueError says which is wrong."""
+    """(line number, text, image path or None) of every non-blank line; raises a ValueError for an invalid line."""
     try:
         with open(path, encoding="utf-8") as file:
             for number, line in enumerate(file, start=1):
@@ -28,7 +28,7 @@ def read_lines(path: str) -> Iterator[tuple[int, str, str | None]]:
 
 
 def picture_size(path: str, max_pixels: int) -> tuple[int, int]:
-    """Height and width of what `read_picture` gives, from the file's header alone."""
+    """Height and width of the image after scaling, read from the file header only."""
     with _open(path) as image:
         width, height = image.size
         if image.getexif().get(_ORIENTATION, 1) >= 5:
@@ -37,7 +37,7 @@ def picture_size(path: str, max_pixels: int) -> tuple[int, int]:
 
 
 def read_picture(path: str, size: tuple[int, int]) -> Pixels:
-    """The picture, upright, in the given height and width: (H, W, 3)."""
+    """Read an image, apply its EXIF orientation and resize it to (height, width): pixels (H, W, 3)."""
     from PIL import Image, ImageOps
 
     height, width = size
@@ -46,14 +46,14 @@ def read_picture(path: str, size: tuple[int, int]) -> Pixels:
             upright = ImageOps.exif_transpose(image).convert("RGB")
             return np.asarray(upright.resize((width, height), Image.Resampling.BICUBIC))
     except OSError as error:
-        raise ValueError(f"data.path: can't read the picture {path!r}: {error}") from None
+        raise ValueError(f"data.path: can't read the image {path!r}: {error}") from None
 
 
 def import_pillow() -> Any:
     try:
         from PIL import Image
     except ImportError:
-        raise ValueError("pictures need the package Pillow: pip install 'spurline[images]'") from None
+        raise ValueError("image data needs the package Pillow: pip install 'spurline[images]'") from None
     return Image
 
 
@@ -62,11 +62,11 @@ def _open(path: str) -> Any:
     try:
         return package.open(path)
     except package.UnidentifiedImageError:
-        raise ValueError(f"{path!r} is not a picture that Pillow can read") from None
+        raise ValueError(f"{path!r} is not an image that Pillow can read") from None
     except package.DecompressionBombError as error:
         raise ValueError(f"{path!r} is too large: {error}") from None
     except OSError as error:
-        raise ValueError(f"can't read the picture {path!r}: {error.strerror}") from None
+        raise ValueError(f"can't read the image {path!r}: {error.strerror}") from None
 
 
 def _parse(path: str, number: int, line: str) -> tuple[str, str | None]:
@@ -75,12 +75,12 @@ def _parse(path: str, number: int, line: str) -> tuple[str, str | None]:
     except json.JSONDecodeError as error:
         raise wrong_line(path, number, f"not JSON: {error.msg} at column {error.colno}") from None
     if not isinstance(entry, dict):
-        raise wrong_line(path, number, 'not an object such as {"image": "cat.png", "text": "a cat"}')
+        raise wrong_line(path, number, 'not a JSON object such as {"image": "cat.png", "text": "a cat"}')
     text, image = entry.get("text"), entry.get("image")
     if not isinstance(text, str) or not text:
-        raise wrong_line(path, number, 'there is no "text"')
+        raise wrong_line(path, number, '"text" is missing or empty')
     if image is not None and not isinstance(image, str):
-        raise wrong_line(path, number, f'"image" must be the path of a file, got {image!r}')
+        raise wrong_line(path, number, f'"image" must be a file path, got {image!r}')
     return text, None if image is None else os.path.join(os.path.dirname(path), image)
 
 

@@ -1,4 +1,4 @@
-"""Where pictures with texts come from: drawn scenes, or a user's own files. Free of torch."""
+"""Sources of images with captions: generated scenes, or image files. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spurline.data.patches import Pixels
 from spurline.data.picture_files import import_pillow, picture_size, read_lines, read_picture, wrong_line
 from spurline.data.scenes import NUM_SCENES, make_scene
 
-# Every so many-th scene is told without its picture, so that a model also learns to write without one.
+# Every 8th scene is text only, so that the model also learns to write without an image.
 _WITHOUT_PICTURE = 8
 
 
@@ -31,18 +31,18 @@ class Picture:
 @dataclass(frozen=True)
 class Sample:
     name: str
-    """Decides its place in the order, and whether it is held out."""
+    """Its hash determines order and train/validation split."""
     text: str
     picture: Picture | None
 
 
 def read_samples(data: Data) -> Iterator[Sample]:
-    """Every sample, at least one; a ValueError says what is wrong, and in which line."""
+    """All samples (at least one); raises a ValueError that names the invalid line."""
     return _read_file(os.path.expanduser(data.path), data.max_pixels) if data.path else _draw()
 
 
 def check_pictures(data: Data) -> list[str]:
-    """What is wrong with the data options as far as the first sample shows it; empty when nothing is."""
+    """Errors in the data options that can be found by reading the first sample."""
     try:
         next(read_samples(data))
     except ValueError as problem:

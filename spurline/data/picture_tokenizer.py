@@ -1,4 +1,4 @@
-"""Tokens for pictures, beside those of a text. Free of torch."""
+"""A text tokenizer extended by image tokens. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NAMES = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
 
 
 class PictureTokenizer:
-    """A tokenizer of text that also marks where a picture begins, each feature of it, and where it ends."""
+    """A text tokenizer with three more tokens: image start, image feature, image end."""
 
     def __init__(self, text: Tokenizer) -> None:
         self._text = text
@@ -34,7 +34,7 @@ class PictureTokenizer:
 
 
 def _picture_ids(text: Tokenizer) -> tuple[int, int, int]:
-    """The tokens that Qwen's own tokenizers have for it; in any other, three more behind its vocabulary."""
+    """The ids of Qwen's image tokens if the tokenizer has them, else three new ids after its vocabulary."""
     if isinstance(text, FileTokenizer):
         start, feature, end = (text.token_id(name) for name in _NAMES)
         if start is not None and feature is not None and end is not None:

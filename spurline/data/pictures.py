@@ -1,7 +1,7 @@
-"""Pictures with their texts become batches: samples, packed into windows of one length.
+"""Batches of images with captions: samples packed into windows of equal length.
 
-A sample is a boundary, a picture (start, one token for each feature, end) and its text; some have no picture. Windows
-hold whole samples. B windows of L tokens.
+A sample is a boundary token, an optional image (start token, one token per feature, end token) and its text. Samples
+are never split across windows. B windows of L tokens.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from spurline.data.tokenizer import tokenizer_for
 if TYPE_CHECKING:
     from spurline.data import DataSets
 
-# Windows that still take samples while new ones are begun: more make fuller windows.
+# Windows kept open for first-fit packing: more windows leave less padding.
 _OPEN_WINDOWS = 32
 
 
 class PictureWindows:
-    """Samples, each in one of the windows of seq_len + 1 tokens; what no sample fills predicts nothing."""
+    """Samples packed into windows of seq_len + 1 tokens; padding is excluded from the loss."""
 
     def __init__(self, samples: Sequence[Sample], tokenizer: PictureTokenizer, seq_len: int) -> None:
         self.samples = samples
@@ -62,7 +62,7 @@ class PictureWindows:
                 if (picture := self.samples[sample_id].picture) is not None:
                     spots.append(spot_of(picture, row, start))
                     patches.append(to_patches(picture.load()))
-            # The boundary behind the last sample is still predicted: its text ends there.
+            # The boundary after the last sample is a label too, as the end of its text.
             label_BL[row, :stop] = window_BL[row, 1 : stop + 1]
         label_BL[np.isin(label_BL, self.tokenizer.picture_ids)] = IGNORE_INDEX
         images = Images(torch.from_numpy(np.concatenate(patches)), tuple(spots))
@@ -70,15 +70,15 @@ class PictureWindows:
 
 
 def open_pictures(data: Data, seq_len: int, seed: int) -> DataSets:
-    """Read, pack and split the pictures that `data` names; a ValueError says what is wrong with them."""
+    """Read, split and pack the image dataset; raises a ValueError if it is invalid."""
     from spurline.data import DataSets
 
     tokenizer = PictureTokenizer(tokenizer_for(data))
     samples = sorted(read_samples(data), key=lambda sample: stable_hash("split", sample.name))
-    if not data.path:  # of the drawn ones there are enough
+    if not data.path:  # generated samples that are too long can be dropped
         samples = [sample for sample in samples if len(_encode(sample, tokenizer)) <= seq_len + 1]
         if not samples:
-            raise ValueError(f"training.seq_len {seq_len} is too short for any drawn picture's caption: raise it")
+            raise ValueError(f"training.seq_len {seq_len} is too short for any generated image with caption: raise it")
     num_held_out = min(round(len(samples) * data.validation_fraction), len(samples) - 1)
     held_out, samples = samples[:num_held_out], samples[num_held_out:]
     train = PictureWindows(samples, tokenizer, seq_len)
@@ -97,13 +97,13 @@ def _encode(sample: Sample, tokenizer: PictureTokenizer) -> npt.NDArray[np.int64
 
 
 def spot_of(picture: Picture, row: int, start: int) -> Spot:
-    """Where the picture of a sample stands that begins at position `start`: behind two tokens."""
+    """The location of the image in a sample that begins at position `start`: after boundary and start token."""
     height, width = picture.size
     return Spot(row, start + 2, height // PATCH_SIZE, width // PATCH_SIZE)
 
 
 def prompt_of(sample: Sample, tokenizer: PictureTokenizer) -> list[int]:
-    """The tokens that come before the text."""
+    """The tokens before the text: boundary and image."""
     picture = [] if sample.picture is None else tokenizer.picture(sample.picture.num_features)
     return [tokenizer.boundary_id, *picture]
 
@@ -112,13 +112,13 @@ def _check_length(sample: Sample, num_tokens: int, room: int) -> None:
     if num_tokens > room:
         num_features = sample.picture.num_features if sample.picture else 0
         raise ValueError(
-            f"data.path: {sample.name} has {num_tokens} tokens ({num_features} of them its picture's), and a window has"
-            f" {room} (training.seq_len + 1): raise training.seq_len or lower data.max_pixels"
+            f"data.path: {sample.name} has {num_tokens} tokens ({num_features} of them image features), but a window"
+            f" holds {room} (training.seq_len + 1): raise training.seq_len or lower data.max_pixels"
         )
 
 
 def _pack(sizes: Sequence[int], room: int) -> list[list[int]]:
-    """Windows, as the numbers of the samples in them: each goes into the first open window with room for its size."""
+    """First-fit packing: the sample indices in each window of size `room`."""
     windows: list[list[int]] = []
     opened: list[tuple[list[int], int]] = []
     for number, size in enumerate(sizes):

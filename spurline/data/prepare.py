@@ -1,4 +1,4 @@
-"""Text to a folder of prepared data: tokenized on several processes, whole or not at all. Free of torch."""
+"""Tokenize text into a prepared folder, on several processes and atomically. Torch-free."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def prepare(
     num_workers: int = 1,
     advance: Callable[[Data, int], None] = lambda source, amount: None,
 ) -> Index:
-    """Write the tokens of the sources, one path each, to the folder `out`, which must be new or empty.
+    """Tokenize the sources, one path each, into the folder `out`, which must be new or empty.
 
-    What is written depends neither on the number of workers nor on the machine. `advance` is told how much of the
-    size of which source was read. After any error there is nothing in `out`.
+    The output does not depend on the number of workers or the machine. `advance(source, amount)` reports how much of
+    `source_size` was read. On any error nothing is written.
     """
     out = os.path.abspath(os.path.expanduser(out))
     if problem := folder_problem(out):
         raise ValueError(problem)
-    # Hidden, so that it is no part of a source in which `out` may lie.
+    # Hidden, so that it is not read as data if `out` is inside a source folder.
     temporary = os.path.join(os.path.dirname(out), f".{os.path.basename(out)}.tmp-{os.getpid()}")
     try:
         os.makedirs(temporary)
@@ -56,14 +56,14 @@ def prepare(
         index = _write_index(temporary, tokenizer, stored)
         os.rename(temporary, out)
     except OSError as error:
-        raise ValueError(f"can't write {out!r}: {error.strerror or error}. Nothing was kept") from None
+        raise ValueError(f"can't write {out!r}: {error.strerror or error}. Nothing was written") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return index
 
 
 def folder_problem(out: str) -> str:
-    """Why prepared data can't go to a folder, or nothing."""
+    """Why `out` can't be written, else an empty string."""
     try:
         names = os.listdir(out)
     except FileNotFoundError:
@@ -119,7 +119,7 @@ def _write_source(
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
-    """Documents for a worker to do at a time, cut where their sizes alone decide it."""
+    """Group documents into batches for the workers, at boundaries that depend on document sizes only."""
     batch: list[Document] = []
     num_characters = 0
     for document in documents:
@@ -140,7 +140,7 @@ def _records(stream: DocumentStream, num_tokens_before: int) -> npt.NDArray[np.v
 
 
 class _HashedFile:
-    """A new file whose checksum is known when it is closed, and which is on the disk then."""
+    """A new file that computes its checksum while it is written, and is flushed to disk when closed."""
 
     def __init__(self, folder: str, name: str) -> None:
         self._name = name

@@ -1,4 +1,4 @@
-"""Prepared data: folders of memory-mapped tokens that training reads as they are. Free of torch."""
+"""Prepared data: memory-mapped token files. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from spurline.data.stream import DocumentStream
 from spurline.data.tokenizer import ByteTokenizer, Tokenizer
 
 DOCUMENT = np.dtype([("start", "<i8"), ("hash", "<u8")])
-"""What is kept of a document: its first token in the stream, and the hash that decides its side of a split."""
+"""Record of a document: position of its first token, and the hash that determines the train/validation split."""
 
 
 def open_source(folder: str, index: Index, source: PreparedSource) -> DocumentStream:
-    """The tokens of one of the sources in a prepared folder, memory-mapped."""
+    """The memory-mapped tokens of one source of a prepared folder."""
     dtype = np.dtype(index.dtype).newbyteorder("<")
     records_D = np.fromfile(os.path.join(folder, source.documents.name), DOCUMENT)
     return DocumentStream(

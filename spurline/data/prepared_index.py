@@ -1,10 +1,10 @@
-"""The index of a folder of prepared data: what it holds, and whether its files are whole. Free of torch and numpy.
+"""The index of a prepared folder: contents and checksums of its files. Imports neither torch nor numpy.
 
 spurline-data.json            this index
-tokenizer.json                the tokenizer, unless a token is a byte
-source0-00000.tokens          ids, little-endian, of the dtype that the index names; every document after a boundary
-source0.documents             for each document, little-endian: its first token in the source (int64), and the
-                              hash of its name (uint64) that decides on which side of a split it falls
+tokenizer.json                the tokenizer (absent with the byte tokenizer)
+source0-00000.tokens          token ids, little-endian, dtype as in the index; a boundary token precedes each document
+source0.documents             per document, little-endian: position of its first token in the source (int64), and the
+                              hash of its name (uint64), which determines the train/validation split
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class StoredFile:
 @dataclass(frozen=True)
 class PreparedSource:
     path: str
-    """As it was given."""
+    """As given to `spurline data prepare`."""
     weight: str
-    """How often the source is read, against the others; empty: as its size is."""
+    """Sampling weight relative to the other sources; empty: in proportion to size."""
     num_documents: int
     num_tokens: int
     documents: StoredFile
@@ -44,17 +44,17 @@ class PreparedSource:
 class Index:
     version: int
     dtype: str
-    """Of the ids: uint16 or uint32."""
+    """Dtype of the token ids: uint16 or uint32."""
     tokenizer_fingerprint: str
     boundary_token: str
-    """Empty where a token is a byte."""
+    """Empty with the byte tokenizer."""
     vocab_size: int
     tokenizer: StoredFile | None
     sources: list[PreparedSource]
 
     @property
     def files(self) -> Iterator[StoredFile]:
-        """Every file that the index vouches for."""
+        """All files with a checksum in the index."""
         if self.tokenizer:
             yield self.tokenizer
         for source in self.sources:
@@ -75,7 +75,7 @@ def save_index(folder: str, index: Index) -> None:
 
 
 def load_index(folder: str, check_sizes: bool = True) -> Index:
-    """The index of a folder whose files all have the size they should; a ValueError names what is wrong with it."""
+    """Load the index and check the file sizes; raises a ValueError if anything is damaged."""
     path = os.path.join(folder, INDEX_FILE)
     try:
         with open(path, encoding="utf-8") as file:
@@ -105,12 +105,12 @@ def _from_json(content: dict) -> Index:
     ]
     tokenizer = StoredFile(**content["tokenizer"]) if content["tokenizer"] else None
     if content["dtype"] not in ("uint16", "uint32"):
-        raise ValueError(f"there are no ids of type {content['dtype']}")
+        raise ValueError(f"invalid token dtype {content['dtype']}")
     return Index(**{**content, "tokenizer": tokenizer, "sources": sources})
 
 
 def size_problem(folder: str, stored: StoredFile) -> str:
-    """In what way a file isn't as large as it should be, or nothing."""
+    """The error if a file is missing or has the wrong size, else an empty string."""
     path = os.path.join(folder, stored.name)
     try:
         num_bytes = os.path.getsize(path)
@@ -124,7 +124,7 @@ def size_problem(folder: str, stored: StoredFile) -> str:
 
 
 def content_problem(folder: str, stored: StoredFile, advance: Callable[[int], None]) -> str:
-    """In what way a file isn't what was written, or nothing; `advance` is told the bytes as they are read."""
+    """The error if a file has the wrong size or checksum, else an empty string; `advance` gets the bytes read."""
     if problem := size_problem(folder, stored):
         return problem
     path = os.path.join(folder, stored.name)
@@ -136,4 +136,4 @@ def content_problem(folder: str, stored: StoredFile, advance: Callable[[int], No
                 advance(len(chunk))
     except OSError as error:
         return f"can't read {path!r}: {error.strerror}"
-    return "" if digest.hexdigest() == stored.sha256 else f"{path!r} is damaged: its checksum is not that of the index"
+    return "" if digest.hexdigest() == stored.sha256 else f"{path!r} is damaged: its checksum differs from the index"

@@ -1,4 +1,4 @@
-"""Drawn pictures with a true caption: one or two coloured shapes, by a number that decides all of it. Free of torch."""
+"""Generated images of one or two colored shapes, with captions; each is determined by its number. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from spurline.data.patches import Pixels
 
 NUM_SCENES = 4096
 
-_COLOURS = {
+_COLORS = {
     "red": (214, 40, 40),
     "green": (46, 160, 67),
     "blue": (40, 90, 220),
@@ -25,19 +25,19 @@ _MAX_CELLS = 3
 
 @dataclass(frozen=True)
 class Thing:
-    colour: str
+    color: str
     shape: str
     row: int
     column: int
-    """Its cell of the picture, a square of FEATURE_SIZE pixels."""
+    """Row and column of its cell, a square of FEATURE_SIZE pixels."""
     radius: float
     shift: tuple[float, float]
-    """How far it is from the middle of its cell, down and to the right."""
+    """Offset from the center of its cell in pixels, (down, right)."""
 
 
 @dataclass(frozen=True)
 class Scene:
-    """A picture of rows x columns cells; its things stand in the order of reading, which is that of the caption."""
+    """An image of rows x columns cells; its shapes are in reading order, as in the caption."""
 
     rows: int
     columns: int
@@ -50,7 +50,7 @@ class Scene:
         return self.rows * FEATURE_SIZE, self.columns * FEATURE_SIZE
 
     def caption(self) -> str:
-        names = [f"a {thing.colour} {thing.shape}" for thing in self.things]
+        names = [f"a {thing.color} {thing.shape}" for thing in self.things]
         return (" above " if self.things[0].row < self.things[-1].row else " left of ").join(names)
 
     def draw(self) -> Pixels:
@@ -61,7 +61,7 @@ class Scene:
             down_H = np.arange(height) - (thing.row + 0.5) * FEATURE_SIZE - thing.shift[0]
             right_W = np.arange(width) - (thing.column + 0.5) * FEATURE_SIZE - thing.shift[1]
             inside_HW = _covers(thing.shape, down_H[:, None] / thing.radius, right_W / thing.radius)
-            pixels_HWC[inside_HW] = _COLOURS[thing.colour]
+            pixels_HWC[inside_HW] = _COLORS[thing.color]
         return pixels_HWC
 
 
@@ -72,7 +72,7 @@ def make_scene(number: int) -> Scene:
     cells = sorted(random.choice(rows * columns, num_things, replace=False).tolist())
     things = tuple(
         Thing(
-            colour=str(random.choice(list(_COLOURS))),
+            color=str(random.choice(list(_COLORS))),
             shape=str(random.choice(_SHAPES)),
             row=cell // columns,
             column=cell % columns,
@@ -85,7 +85,7 @@ def make_scene(number: int) -> Scene:
 
 
 def _covers(shape: str, down: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Which pixels are inside, where distances from the middle are in units of the radius."""
+    """Which pixels are inside the shape; distances from its center are in units of the radius."""
     if shape == "circle":
         return down**2 + right**2 <= 1
     if shape == "square":

@@ -1,4 +1,4 @@
-"""Where text comes from: documents in an order that depends on their names alone. Free of torch."""
+"""Text sources: documents in an order that depends only on their names. Torch-free."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spurline.data.formats import Advance, Document, read_file
 from spurline.data.hf_datasets import dataset_problems, is_dataset, num_rows, read_dataset
 from spurline.data.prepared_index import is_prepared, load_index
 
-# Folders that are no part of the library's own code, and files that differ between two builds of one Python version.
+# Folders that are not library code, and files that differ between builds of the same Python version.
 _NOT_STDLIB = (
     *("site-packages", "dist-packages", "__pycache__", "_bundled", "test", "tests", "idlelib", "lib2to3"),
     *("config-*", "_sysconfigdata*", "sitecustomize.py", "usercustomize.py"),
@@ -22,31 +22,31 @@ _NOT_STDLIB = (
 
 
 def stable_hash(purpose: str, name: str) -> bytes:
-    """The same on every machine and in every process; hashes for two purposes are independent of each other."""
+    """A hash that is the same on every machine; hashes for different purposes are independent."""
     return hashlib.sha256(f"{purpose}\0{name}".encode("utf-8", "surrogatepass")).digest()
 
 
 def each_path(data: Data) -> list[Data]:
-    """The options for each of the paths that are given with commas between; a path that exists as it is, is one."""
+    """Options for each of the comma-separated paths; a path that exists as given is not split."""
     if os.path.exists(os.path.expanduser(data.path)):
         return [data]
     paths = [path.strip() for path in data.path.split(",")]
     if len(paths) > 1 and not all(paths):
-        raise ValueError(f"data.path {data.path!r}: there is nothing between two commas, or before or after one")
+        raise ValueError(f"data.path {data.path!r}: empty path between commas")
     return [replace(data, path=path) for path in paths]
 
 
 def read_documents(data: Data, advance: Advance = lambda amount: None) -> Iterator[Document]:
-    """Every document of one path that has text: files in the order of a hash of their name, so that subjects mix.
+    """All non-empty documents of one path. Files are ordered by a hash of their name, which mixes topics.
 
-    Large text comes in pieces. `advance` is told how much of `source_size` has been read since it was last called.
+    Large files come in pieces. `advance` gets the part of `source_size` read since the last call.
     """
     has_text = False
     for document in _read(data, advance):
         has_text = True
         yield document
     if not has_text:
-        raise ValueError(f"data.path {_root(data)!r} has no text: everything that is read there is empty")
+        raise ValueError(f"data.path {_root(data)!r} has no text: all documents are empty")
 
 
 def _read(data: Data, advance: Advance) -> Iterator[Document]:
@@ -59,7 +59,7 @@ def _read(data: Data, advance: Advance) -> Iterator[Document]:
 
 
 def source_size(data: Data) -> int | None:
-    """How much there is to read: bytes of files, or rows of a data set if their number is known."""
+    """Size of a source: bytes of its files, or rows of a Hugging Face dataset if known."""
     root = _root(data)
     if is_dataset(root):
         return num_rows(root)
@@ -67,16 +67,16 @@ def source_size(data: Data) -> int | None:
 
 
 def check_data(data: Data) -> list[str]:
-    """What is wrong with the data options as far as it shows without reading the text; empty when nothing is."""
+    """Errors in the data options that can be found without reading the text."""
     try:
         paths = each_path(data)
     except ValueError as problem:
         return [str(problem)]
     problems = [problem for one in paths for problem in _path_problems(one)]
     if data.shares and len(data.shares) != len(paths):
-        problems.append(f"data.weights has {len(data.shares)} numbers, and data.path names {len(paths)}")
+        problems.append(f"data.weights has {len(data.shares)} numbers, but data.path has {len(paths)} paths")
     if data.tokenizer and not os.path.exists(os.path.expanduser(data.tokenizer)):
-        problems.append(f"data.tokenizer {data.tokenizer!r} does not exist or can't be reached")
+        problems.append(f"data.tokenizer {data.tokenizer!r} does not exist or is not accessible")
     return problems
 
 
@@ -103,13 +103,13 @@ def _root(data: Data) -> str:
 
 
 def _find_files(data: Data) -> Iterator[tuple[str, str]]:
-    """Name and path of each file of the data set, at least one, in the file system's order."""
+    """(name, path) of each file of the dataset (at least one), in file system order."""
     root = _root(data)
     if os.path.isfile(root):
         yield os.path.basename(root), root
         return
     if not os.path.exists(root):
-        raise ValueError(f"data.path {root!r} does not exist or can't be reached")
+        raise ValueError(f"data.path {root!r} does not exist or is not accessible")
     if not os.path.isdir(root):
         raise ValueError(f"data.path {root!r} is neither a file nor a folder")
     pattern, skipped = (data.pattern, ()) if data.path else ("*.py", _NOT_STDLIB)
@@ -119,13 +119,13 @@ def _find_files(data: Data) -> Iterator[tuple[str, str]]:
             found = True
             yield name, path
     if not found and not data.path:
-        raise ValueError(f"data.path is needed: this Python has no standard library source in {root!r}")
+        raise ValueError(f"data.path is required: this Python has no standard library source in {root!r}")
     if not found:
         raise ValueError(f"data.pattern {pattern!r} matches no file in data.path {root!r} (hidden files are not read)")
 
 
 def _walk(root: str, skipped: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """Relative name and path of every visible file below `root`."""
+    """(relative name, path) of every non-hidden file below `root`."""
 
     def wanted(name: str) -> bool:
         return not name.startswith(".") and not any(fnmatchcase(name, pattern) for pattern in skipped)
@@ -137,13 +137,13 @@ def _walk(root: str, skipped: tuple[str, ...]) -> Iterator[tuple[str, str]]:
         folder_names[:] = filter(wanted, folder_names)
         for file_name in filter(wanted, file_names):
             path = os.path.join(folder, file_name)
-            # A dangling link stays: reading it tells the user, where leaving it out would train on less than was given.
+            # Keep dangling links, so that reading them raises an error instead of silently dropping data.
             if os.path.isfile(path) or not os.path.exists(path):
                 yield os.path.relpath(path, root).replace(os.sep, "/"), path
 
 
 def _matches(parts: list[str], pattern: list[str]) -> bool:
-    """Whether the last parts of a path match a pattern, in which `**` stands for any number of folders."""
+    """Whether the last components of a path match a pattern; `**` matches any number of folders."""
     if not pattern:
         return True
     if pattern[-1] == "**":

@@ -1,6 +1,6 @@
-"""Documents as one stream of tokens, in memory or memory-mapped, of which stretches are read as one. Free of torch.
+"""Documents as one token stream, in memory or memory-mapped, and selections of it. Torch-free.
 
-Shapes: N tokens, D documents, S stretches.
+Shapes: N tokens, D documents, S stretches (contiguous ranges of a stream).
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ Positions = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class DocumentStream:
-    """The tokens of one source: documents one after the other, each after a boundary token."""
+    """The tokens of one source: concatenated documents, each preceded by a boundary token."""
 
     parts: Sequence[Tokens]
     """Consecutive parts of the stream, such as files."""
     start_D: Positions
-    """Where each document begins, with its boundary token."""
+    """Position of each document's boundary token."""
     hash_D: npt.NDArray[np.uint64]
-    """What decides on which side of a split a document falls: `split_hash` of its name."""
+    """`split_hash` of each document's name, which determines the train/validation split."""
 
     @property
     def num_tokens(self) -> int:
         return sum(map(len, self.parts))
 
     def sizes(self) -> Positions:
-        """The tokens (D,) of each document, with its boundary."""
+        """Number of tokens (D,) of each document, including its boundary token."""
         return np.diff(self.start_D, append=self.num_tokens)
 
 
@@ -42,12 +42,12 @@ def split_hash(name: str) -> int:
 
 
 class Stretches:
-    """Stretches of a stream that lies in several arrays, as one sequence to slice; only a slice is ever copied."""
+    """Stretches of a multi-part stream, concatenated into one sliceable sequence; copies only what is sliced."""
 
     def __init__(self, parts: Sequence[Tokens], begin_S: Positions, end_S: Positions) -> None:
-        """The stretches are in order and apart from each other."""
+        """The stretches must be sorted and disjoint."""
         part_begin = np.cumsum([0, *map(len, parts)])
-        # A stretch that goes over the end of an array is cut there.
+        # Split stretches that cross the boundary between two parts.
         num_begun, num_ended = np.searchsorted(begin_S, part_begin), np.searchsorted(end_S, part_begin, side="right")
         cuts = part_begin[num_begun > num_ended]
         begin_S, end_S = np.sort(np.append(begin_S, cuts)), np.sort(np.append(end_S, cuts))
@@ -82,7 +82,7 @@ def between(stream: DocumentStream, begin: int, end: int) -> Stretches:
 
 
 def split_by_document(stream: DocumentStream, is_chosen_D: npt.NDArray[np.bool_]) -> tuple[Stretches, Stretches]:
-    """The documents that are not chosen, and those that are."""
+    """(documents that are not chosen, chosen documents)."""
     first_S = np.flatnonzero(np.diff(is_chosen_D, prepend=~is_chosen_D[:1]))
     begin_S = stream.start_D[first_S]
     end_S = np.append(begin_S[1:], stream.num_tokens)
@@ -92,10 +92,9 @@ def split_by_document(stream: DocumentStream, is_chosen_D: npt.NDArray[np.bool_]
 
 
 def choose_documents(hash_D: npt.NDArray[np.uint64], size_D: Positions, fraction: float) -> npt.NDArray[np.bool_]:
-    """Which documents to take for at most, and close to, `fraction` of the tokens; none where no choice comes close.
+    """Select documents with close to, and at most, `fraction` of the tokens; none if no selection comes close.
 
-    They are tried in the order of their hash and taken while they fit: the order of the documents doesn't matter,
-    and a data set that grows keeps most of its split.
+    Greedy in hash order: the selection does not depend on document order, and mostly persists as a dataset grows.
     """
     total = int(size_D.sum())
     target = round(total * fraction)

@@ -1,4 +1,4 @@
-"""Text data sets: one path or a mixture of several, prepared or not, as windows in an endless order. Free of torch."""
+"""Text datasets: one path or a mixture of several, prepared or raw, as windows in an infinite order. Torch-free."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ class TextData:
     tokenizer: Tokenizer
     train: JoinedWindows
     order: SampleOrder
-    """In which the training windows are read."""
+    """Order in which the training windows are read."""
     validation: JoinedWindows | None
     num_documents: int
     num_tokens: int
 
 
 def open_text(data: Data, seq_len: int, seed: int) -> TextData:
-    """Read what isn't prepared, map what is, and split each source into training and validation windows."""
+    """Read raw sources, memory-map prepared ones, and split each into training and validation windows."""
     tokenizer = tokenizer_for(data)
     packed: list[Packed] = []
     weights: list[Fraction] = []
     paths = each_path(data)
     if data.shares and len(data.shares) != len(paths):
-        raise ValueError(f"data.weights has {len(data.shares)} numbers, and data.path names {len(paths)}")
+        raise ValueError(f"data.weights has {len(data.shares)} numbers, but data.path has {len(paths)} paths")
     for number, one in enumerate(paths):
         of_path, inner_weights = _open_path(one, tokenizer, seq_len)
         sizes = [Fraction(len(source.train)) for source in of_path]
@@ -59,7 +59,7 @@ def open_text(data: Data, seq_len: int, seed: int) -> TextData:
 
 
 def _open_path(data: Data, tokenizer: Tokenizer, seq_len: int) -> tuple[list[Packed], Sequence[Fraction]]:
-    """The sources of a path, and how often each is to be read if that was said when they were prepared."""
+    """The sources of a path, and the sampling weights they were prepared with, if any."""
     folder = os.path.expanduser(data.path)
     if not is_prepared(folder):
         _mention_if_large(data)
@@ -67,7 +67,9 @@ def _open_path(data: Data, tokenizer: Tokenizer, seq_len: int) -> tuple[list[Pac
     index = load_index(folder)
     if index.tokenizer_fingerprint != tokenizer.fingerprint:
         whose = f"data.tokenizer {data.tokenizer!r}" if data.tokenizer else "that of the other data"
-        raise ValueError(f"data.path {folder!r} was prepared with another tokenizer than {whose}: prepare it with this")
+        raise ValueError(
+            f"data.path {folder!r} was prepared with a different tokenizer than {whose}: prepare it with the same one"
+        )
     packed = [
         pack_stream(
             open_source(folder, index, source), tokenizer.boundary_id, seq_len, data.validation_fraction, source.path
@@ -79,11 +81,11 @@ def _open_path(data: Data, tokenizer: Tokenizer, seq_len: int) -> tuple[list[Pac
 
 def _mention_if_large(data: Data) -> None:
     if is_dataset(data.path):
-        return  # which has rows, of any size
+        return  # its size in bytes is not known
     num_bytes = source_size(data) or 0
     if num_bytes > LARGE_BYTES and os.environ.get("RANK", "0") == "0":
         print(
-            f"data: {num_bytes / 1e9:.1f} GB of {data.path} are read into memory by each rank, at each start;"
-            f" `spurline data prepare {data.path} --out FOLDER` does it once and for all",
+            f"data: every rank reads and tokenizes {data.path} ({num_bytes / 1e9:.1f} GB) in memory at every start;"
+            f" `spurline data prepare {data.path} --out FOLDER` does it once",
             file=sys.stderr,
         )

@@ -1,4 +1,4 @@
-"""Text to ids and back: what a tokenizer offers, the built-in one (a token is a byte), and which one a run uses."""
+"""The tokenizer interface, the built-in byte tokenizer, and the choice of a run's tokenizer."""
 
 from __future__ import annotations
 
@@ -20,65 +20,65 @@ Tokens = npt.NDArray[np.unsignedinteger]
 class Tokenizer(Protocol):
     @property
     def vocab_size(self) -> int:
-        """Every id is below this."""
+        """Number of ids; every id is smaller."""
         ...
 
     @property
     def boundary_id(self) -> int:
-        """Marks where a document begins; no text encodes to it."""
+        """The token before every document; no text encodes to it."""
         ...
 
     @property
     def fingerprint(self) -> str:
-        """Two tokenizers with the same fingerprint give the same ids."""
+        """Tokenizers with equal fingerprints produce the same ids."""
         ...
 
     def encode(self, text: str) -> Tokens:
-        """Text to ids (N,) of `token_dtype(vocab_size)`, without boundary."""
+        """Text to ids (N,) of `token_dtype(vocab_size)`, without a boundary token."""
         ...
 
     def decode(self, ids: npt.ArrayLike) -> str:
-        """Ids to text; boundaries, other special tokens and ids past the vocabulary are dropped."""
+        """Ids to text; special tokens and ids outside the vocabulary are dropped."""
         ...
 
     def decoder(self) -> Decoder:
-        """A fresh decoder for ids that come one by one."""
+        """A new incremental decoder."""
         ...
 
 
 class Decoder(Protocol):
-    """Turns ids into text as they come: what `add` and `finish` return, joined, is what `decode` makes of them all.
+    """Incremental decoder: the concatenated results of `add` and `finish` equal `decode` of all ids.
 
-    (Broken UTF-8 may show otherwise, with a tokenizer whose `decode` judges a run of bytes as a whole.)
+    (Invalid UTF-8 may differ, for tokenizers whose `decode` replaces a sequence of invalid bytes as a whole.)
     """
 
     def add(self, token_id: int) -> str:
-        """The text that is certain after one more id, never with half a character: often nothing yet."""
+        """Decode one more id; returns the new complete characters, possibly none."""
         ...
 
     def finish(self) -> str:
-        """What was held back."""
+        """The remaining text."""
         ...
 
 
 def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
-    """The smallest type of ids that files and memory hold, little-endian on every machine."""
+    """The smallest dtype for the ids, in files and in memory; little-endian on every machine."""
     return np.dtype("<u2") if vocab_size <= 2**16 else np.dtype("<u4")
 
 
 class ByteTokenizer:
-    """Ids 0 to 255 are the bytes of UTF-8 text; one more marks where a document begins."""
+    """Ids 0 to 255 are the bytes of UTF-8 text; 256 is the boundary token."""
 
     boundary_id = 256
     vocab_size = 257
     fingerprint = "bytes"
 
     def encode(self, text: str) -> Tokens:
-        """Text to ids, without boundary; what UTF-8 can't say (a lone surrogate) becomes a question mark."""
+        """Text to ids, without a boundary token; lone surrogates become question marks."""
         return np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8).astype(np.uint16)
 
     def decode(self, ids: npt.ArrayLike) -> str:
-        """Ids to text; boundaries and ids past the vocabulary are dropped, broken UTF-8 shows as U+FFFD."""
+        """Ids to text; boundary tokens and ids outside the vocabulary are dropped, invalid UTF-8 becomes U+FFFD."""
         id_array = np.asarray(ids)
         return id_array[id_array < 256].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
@@ -98,11 +98,11 @@ class _ByteDecoder:
 
 
 class TextDecoder:
-    """A decoder made of any `decode`: it holds text back while its end may be half a character (U+FFFD)."""
+    """An incremental decoder from any `decode`: withholds text while it ends in a partial character (U+FFFD)."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
-        # What was shown last stays in view of `decode`, which may treat the first token of a text in its own way.
+        # Decoded again with every new token, since `decode` may treat the first token of a text differently.
         self._shown: list[int] = []
         self._held: list[int] = []
 
@@ -124,7 +124,7 @@ class TextDecoder:
 
 
 def tokenizer_for(data: Data) -> Tokenizer:
-    """The tokenizer that data options mean: `data.tokenizer`, else that of prepared data, else bytes."""
+    """The tokenizer of the data options: `data.tokenizer`, else that of prepared data, else bytes."""
     if data.tokenizer:
         return load_tokenizer(data.tokenizer)
     for one in each_path(data):
@@ -137,7 +137,7 @@ def tokenizer_for(data: Data) -> Tokenizer:
 
 
 def load_tokenizer(path: str) -> Tokenizer:
-    """The tokenizer in a `tokenizers` JSON file or in a Hugging Face tokenizer's folder; bytes for an empty path."""
+    """Load a tokenizer.json file or a folder that has one; an empty path gives the byte tokenizer."""
     if not path:
         return ByteTokenizer()
     from spurline.data.tokenizer_file import FileTokenizer

@@ -1,4 +1,4 @@
-"""Tokenizers in the JSON format of the `tokenizers` package, which Hugging Face models bring along."""
+"""Tokenizers in the tokenizer.json format of the Hugging Face `tokenizers` package."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from spurline.data.tokenizer import Decoder, TextDecoder, Tokens, token_dtype
 if TYPE_CHECKING:
     import tokenizers
 
-# Names under which models know the token between documents, the most usual first.
+# Common names of the token between documents, most common first.
 _BOUNDARY_NAMES = (
     *("<|endoftext|>", "<|begin_of_text|>", "<|end_of_text|>", "<｜begin▁of▁sentence｜>"),
     *("<bos>", "<s>", "<eos>", "</s>", "[BOS]", "[EOS]"),
@@ -25,17 +25,17 @@ _BOUNDARY_NAMES = (
 
 
 class FileTokenizer:
-    """A tokenizer of the `tokenizers` package, with the one special token that marks where a document begins."""
+    """A tokenizer of the `tokenizers` package, with a special token that marks document boundaries."""
 
     def __init__(self, content: str, boundary_token: str, where: str) -> None:
-        """`content` is the JSON; `where` it is from is told to the user if something is wrong with it."""
+        """`content` is the JSON; `where` names its origin in error messages."""
         self.content = content
         self._tokenizer = _parse(content, where)
-        # A document that quotes a special token means its letters, not the token.
+        # Special tokens that occur in documents are encoded as plain text.
         self._tokenizer.encode_special_tokens = True
         boundary_id = self._tokenizer.token_to_id(boundary_token)
         if boundary_id is None:
-            raise ValueError(f"{where}: there is no token {boundary_token!r}, which marks where a document begins")
+            raise ValueError(f"{where}: there is no token {boundary_token!r} to mark document boundaries")
         self.boundary_token = boundary_token
         self.boundary_id = int(boundary_id)
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
@@ -43,7 +43,7 @@ class FileTokenizer:
 
     @classmethod
     def load(cls, path: str, boundary_token: str = "") -> FileTokenizer:
-        """From a JSON file, or a folder with a tokenizer.json; by default with the boundary that is recorded there."""
+        """Load a tokenizer.json file, or a folder that has one (default boundary: as recorded in the folder)."""
         file = Path(os.path.expanduser(path))
         if file.is_dir():
             file /= "tokenizer.json"
@@ -52,7 +52,7 @@ class FileTokenizer:
         except OSError as error:
             raise ValueError(f"data.tokenizer: can't read {str(file)!r}: {error.strerror}") from None
         except UnicodeDecodeError:
-            raise ValueError(f"data.tokenizer: {str(file)!r} is not the JSON of a tokenizer: not UTF-8") from None
+            raise ValueError(f"data.tokenizer: {str(file)!r} is not a tokenizer.json file: not UTF-8") from None
         where = f"data.tokenizer {str(file)!r}"
         boundary_token = boundary_token or _recorded_boundary(file.parent) or _usual_boundary(content, where)
         return cls(content, boundary_token, where)
@@ -65,17 +65,17 @@ class FileTokenizer:
         return hashlib.sha256(f"{self.boundary_token}\0{self.content}".encode()).hexdigest()
 
     def token_id(self, name: str) -> int | None:
-        """The id of a special token, such as <|vision_start|>, if there is one of this name."""
+        """The id of a token such as <|vision_start|>, or None."""
         return self._tokenizer.token_to_id(name)
 
     def encode(self, text: str) -> Tokens:
-        """Text to ids, without boundary; what UTF-8 can't say (a lone surrogate) becomes a question mark."""
+        """Text to ids, without a boundary token; lone surrogates become question marks."""
         text = text.encode("utf-8", errors="replace").decode("utf-8")
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         return np.array(encoding.ids, dtype=self._dtype)
 
     def decode(self, ids: npt.ArrayLike) -> str:
-        """Ids to text; special tokens and ids past the vocabulary are dropped, broken UTF-8 shows as U+FFFD."""
+        """Ids to text; special tokens and ids outside the vocabulary are dropped, invalid UTF-8 becomes U+FFFD."""
         return self._decode(np.asarray(ids, dtype=np.int64).tolist())
 
     def decoder(self) -> Decoder:
@@ -94,16 +94,16 @@ def import_tokenizers() -> Any:
 
 
 def _parse(content: str, where: str) -> tokenizers.Tokenizer:
-    # The package's own parser raises bare Exceptions, a new one for every kind of mistake.
+    # The parser raises plain Exceptions.
     package = import_tokenizers()
     try:
         return package.Tokenizer.from_str(content)
     except Exception as error:
-        raise ValueError(f"{where}: not the JSON of a tokenizer: {error}") from None
+        raise ValueError(f"{where}: not a valid tokenizer.json: {error}") from None
 
 
 def _recorded_boundary(folder: Path) -> str:
-    """The token with which the tokenizer_config.json of a Hugging Face folder begins, or else ends, a text."""
+    """The bos_token, else eos_token, in the tokenizer_config.json of a Hugging Face folder; empty if there is none."""
     try:
         config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -116,7 +116,7 @@ def _recorded_boundary(folder: Path) -> str:
 
 
 def _usual_boundary(content: str, where: str) -> str:
-    """The special token that marks the place between two documents, by its name or by being the only one."""
+    """The special token for document boundaries: by its name, or the only special token."""
     special = [token.content for token in _parse(content, where).get_added_tokens_decoder().values() if token.special]
     for name in _BOUNDARY_NAMES:
         if name in special:
@@ -124,6 +124,6 @@ def _usual_boundary(content: str, where: str) -> str:
     if len(special) == 1:
         return special[0]
     raise ValueError(
-        f"{where}: which special token marks where a document begins? There is none of {', '.join(_BOUNDARY_NAMES)}"
-        " and no tokenizer_config.json that names a bos_token or eos_token beside it"
+        f"{where}: can't determine the document boundary token: it has none of {', '.join(_BOUNDARY_NAMES)}, and its"
+        " folder has no tokenizer_config.json with a bos_token or eos_token"
     )

@@ -1,4 +1,4 @@
-"""Training a tokenizer: byte-level BPE, through the `tokenizers` package. Free of torch."""
+"""Train a byte-level BPE tokenizer with the `tokenizers` package. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from spurline.data.tokenizer_file import FileTokenizer, import_tokenizers
 
 BOUNDARY_TOKEN = "<|endoftext|>"
 SMALLEST_VOCAB = 257
-"""A token for every byte, and the boundary."""
-# The package collects this many texts before it looks at them: shorter ones bound the memory.
+"""256 byte tokens and the boundary token."""
+# The package buffers a fixed number of texts: short texts bound its memory use.
 _CHUNK_CHARACTERS = 2**16
 
 
 def train_bpe(documents: Iterable[Document], vocab_size: int, show_progress: bool = False) -> FileTokenizer:
-    """A byte-level BPE of at most `vocab_size` tokens: fewer where the text has no more pairs that come twice."""
+    """Train a byte-level BPE of at most `vocab_size` tokens; fewer if no more pairs occur at least twice."""
     package = import_tokenizers()
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -35,7 +35,7 @@ def train_bpe(documents: Iterable[Document], vocab_size: int, show_progress: boo
 
 
 def save_tokenizer(tokenizer: FileTokenizer, path: str) -> None:
-    """Write the JSON file under a temporary name and rename it, so that it is whole or not there."""
+    """Write the JSON file atomically: to a temporary file that is then renamed."""
     temporary = f"{path}.tmp-{os.getpid()}"
     try:
         with open(temporary, "x", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""A function over a long sequence on several processes, with results in order and few of them in memory."""
+"""Parallel map over a long sequence on several processes, with ordered results and bounded memory."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _function: Callable[[Any], Any]
 
 
 def map_in_order(function: Callable[[T], R], items: Iterable[T], num_workers: int) -> Generator[R, None, None]:
-    """function(item) for each item, in order; `function` goes to each worker once. One worker is this process itself.
+    """Yield function(item) for each item, in order; with num_workers=1, in this process.
 
-    Closing the generator ends the workers, and so does the end of this process, whatever ends it.
+    `function` is sent to each worker once. Workers exit when the generator is closed or this process ends.
     """
     if num_workers == 1:
         yield from map(function, items)
         return
-    # Threads of the libraries that are loaded here don't survive a fork, and neither may the locks they hold.
+    # Not fork: library threads don't survive it, and locks they hold would stay locked.
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(num_workers, context, initializer=_start, initargs=(function,))
     waiting: deque[Future[R]] = deque()
@@ -38,9 +38,7 @@ def map_in_order(function: Callable[[T], R], items: Iterable[T], num_workers: in
         while waiting:
             yield waiting.popleft().result()
     except BrokenProcessPool:
-        raise ValueError(
-            "a worker process ended before its time; if memory ran out, try again with fewer --workers"
-        ) from None
+        raise ValueError("a worker process died; if memory ran out, try again with fewer --workers") from None
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -48,7 +46,7 @@ def map_in_order(function: Callable[[T], R], items: Iterable[T], num_workers: in
 def _start(function: Callable[[Any], Any]) -> None:
     global _function
     _function = function
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends us in order
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and shuts the pool down
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 

@@ -104,9 +104,9 @@ def test_text_field_chooses(tmp_path):
         (b'["text"]', "line 3: not a JSON object with a field 'text'"),
         (b'{"body": "x", "id": 1}', "line 3: no field 'text' (it has 'body', 'id'): choose one with data.text_field"),
         (b"{}", "line 3: no field 'text' (it has no field)"),
-        (b'{"text": 5}', "line 3: 'text' is not text but int"),
+        (b'{"text": 5}', "line 3: 'text' is int, not text"),
         (b'{"text": "\xff"}', "line 3: not UTF-8 (byte 0xff at offset 44)"),
-        (b"[" * 100_000, "line 3: not JSON that can be read (nested too deeply)"),
+        (b"[" * 100_000, "line 3: JSON is nested too deeply"),
     ],
 )
 def test_bad_line_of_jsonl_is_named(tmp_path, line, complaint):
@@ -135,7 +135,7 @@ def test_bad_parquet_is_refused(tmp_path):
     path = write_parquet(tmp_path / "a.parquet", body=["a"], id=[1])
     with pytest.raises(ValueError, match=r"a\.parquet': no column 'text' \(it has 'body', 'id'\).*data\.text_field"):
         read(path)
-    with pytest.raises(ValueError, match=r"a\.parquet', row 0: 'id' is not text but int"):
+    with pytest.raises(ValueError, match=r"a\.parquet', row 0: 'id' is int, not text"):
         read(path, "id")
     path.write_bytes(b"no parquet at all")
     with pytest.raises(ValueError, match=r"^data\.path: '.*a\.parquet': can't be read as Parquet after row 0: [^\n]+$"):

@@ -67,20 +67,20 @@ def test_wrong_column_is_refused(hub, streaming):
 
 
 def test_column_that_is_not_text_is_refused(saved):
-    with pytest.raises(ValueError, match="row 0: 'id' is not text but int"):
+    with pytest.raises(ValueError, match="row 0: 'id' is int, not text"):
         texts(saved, "id")
 
 
 def test_data_set_that_cannot_be_loaded_is_refused_in_one_line(tmp_path):
-    with pytest.raises(ValueError, match=r"^data\.path 'hf://.*nowhere': can't read this data set: [^\n]+$"):
+    with pytest.raises(ValueError, match=r"^data\.path 'hf://.*nowhere': can't read this dataset: [^\n]+$"):
         texts(f"hf://{tmp_path}/nowhere")
 
 
 @pytest.mark.parametrize("path", ["hf://", "hf://name?splt=train", "hf://name?streaming=yes", "hf://name?split="])
 def test_wrong_name_is_found_before_anything_is_loaded(path):
     (problem,) = check_data(Data(path))
-    assert problem.startswith(f"data.path '{path}': not the name of a data set")
-    with pytest.raises(ValueError, match="not the name of a data set"):
+    assert problem.startswith(f"data.path '{path}': not a valid dataset name")
+    with pytest.raises(ValueError, match="not a valid dataset name"):
         texts(path)
     assert check_data(Data("hf://owner/name?config=en&split=train&streaming=1")) == []
 
@@ -88,5 +88,5 @@ def test_wrong_name_is_found_before_anything_is_loaded(path):
 def test_missing_package_is_named(monkeypatch):
     monkeypatch.setattr("spurline.data.hf_datasets.find_spec", lambda name: None)
     assert check_data(Data("hf://name")) == [
-        "data.path: Hugging Face data sets need the package datasets: pip install 'spurline[data]'"
+        "data.path: Hugging Face datasets need the package datasets: pip install 'spurline[data]'"
     ]

@@ -27,7 +27,7 @@ opened = cache(lambda seq_len, seed: open_data(SCENES, seq_len, seed))
 START, FEATURE, END, BOUNDARY = 257, 258, 259, 256
 
 
-def test_patches_are_blocks_of_two_by_two_with_colours_frames_rows_and_columns():
+def test_patches_are_blocks_of_two_by_two_with_colors_frames_rows_and_columns():
     pixels_HWC = np.random.default_rng(0).integers(0, 256, (64, 96, 3), dtype=np.uint8)
     patches = to_patches(pixels_HWC).reshape(-1, 3, 2, 16, 16)
     assert len(patches) == 4 * 6
@@ -68,10 +68,10 @@ def test_captions_are_true_of_what_is_drawn():
         assert pixels_HWC.shape == (*scene.size, 3)
         places = [middle_of(scene, thing) for thing in scene.things]
         for thing, (y, x) in zip(scene.things, places, strict=True):
-            colour = pixels_HWC[y, x].astype(int)
-            strongest = {"red": 0, "green": 1, "blue": 2}.get(thing.colour)
-            assert strongest is None or colour.argmax() == strongest
-            assert f"a {thing.colour} {thing.shape}" in scene.caption()
+            color = pixels_HWC[y, x].astype(int)
+            strongest = {"red": 0, "green": 1, "blue": 2}.get(thing.color)
+            assert strongest is None or color.argmax() == strongest
+            assert f"a {thing.color} {thing.shape}" in scene.caption()
         if len(places) == 2:
             (y1, x1), (y2, x2) = places
             holds = {"above": y1 < y2, "left of": x1 < x2}
@@ -201,12 +201,12 @@ def test_every_sample_is_in_one_window_and_windows_are_nearly_full():
 
 @pytest.fixture
 def own_pictures(tmp_path: Path):
-    """Writes lines of JSON, and pictures given as name -> (height, width, colour)."""
+    """Writes lines of JSON, and pictures given as name -> (height, width, color)."""
     Image = pytest.importorskip("PIL.Image")
 
     def make(lines, pictures=()):
-        for name, (height, width, colour) in dict(pictures).items():
-            Image.new("RGB", (width, height), colour).save(tmp_path / name)
+        for name, (height, width, color) in dict(pictures).items():
+            Image.new("RGB", (width, height), color).save(tmp_path / name)
         path = tmp_path / "pictures.jsonl"
         path.write_text("".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines))
         return Data(kind="pictures", path=str(path), validation_fraction=0.0)
@@ -249,14 +249,14 @@ def test_pictures_are_turned_as_the_camera_was_held(own_pictures, tmp_path):
     ("line", "message"),
     [
         ("{oops}\n", r"line 2: not JSON: .* at column 2"),
-        ("[]\n", r"line 2: not an object such as"),
-        ({"image": "ok.png"}, r'line 2: there is no "text"'),
-        ({"image": "ok.png", "text": ""}, r'line 2: there is no "text"'),
-        ({"image": 3, "text": "x"}, r'line 2: "image" must be the path of a file, got 3'),
-        ({"image": "none.png", "text": "x"}, r"line 2: can't read the picture .*none.png': No such file"),
-        ({"image": "pictures.jsonl", "text": "x"}, r"line 2: .*pictures.jsonl' is not a picture"),
-        ({"text": "x" * 99}, r"line 2 has 100 tokens \(0 of them its picture's\), and a window has 33"),
-        ({"image": "wide.png", "text": "x"}, r"line 2 has 44 tokens \(40 of them its picture's\)"),
+        ("[]\n", r"line 2: not a JSON object such as"),
+        ({"image": "ok.png"}, r'line 2: "text" is missing or empty'),
+        ({"image": "ok.png", "text": ""}, r'line 2: "text" is missing or empty'),
+        ({"image": 3, "text": "x"}, r'line 2: "image" must be a file path, got 3'),
+        ({"image": "none.png", "text": "x"}, r"line 2: can't read the image .*none.png': No such file"),
+        ({"image": "pictures.jsonl", "text": "x"}, r"line 2: .*pictures.jsonl' is not an image"),
+        ({"text": "x" * 99}, r"line 2 has 100 tokens \(0 of them image features\), but a window holds 33"),
+        ({"image": "wide.png", "text": "x"}, r"line 2 has 44 tokens \(40 of them image features\)"),
     ],
 )
 def test_wrong_lines_are_named(own_pictures, line, message):

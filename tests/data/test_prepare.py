@@ -169,7 +169,7 @@ def test_full_disk_leaves_nothing_behind(folder, tmp_path, monkeypatch, workers)
         real_write(self, content)
 
     monkeypatch.setattr(module._HashedFile, "write", write)
-    with pytest.raises(ValueError, match=r"^can't write '.*out': No space left on device\. Nothing was kept$"):
+    with pytest.raises(ValueError, match=r"^can't write '.*out': No space left on device\. Nothing was written$"):
         prepare([Data(folder)], str(tmp_path / "out"), ByteTokenizer(), num_workers=workers)
     assert_nothing_is_left(tmp_path)
 
@@ -256,5 +256,5 @@ def test_missing_shard_and_damaged_index_are_refused(prepared):
 
 def test_another_tokenizer_than_that_of_the_folder_is_refused(prepared, tmp_path):
     save_tokenizer(train_bpe([Document("a", "some text " * 9)], 260), str(tmp_path / "t.json"))
-    with pytest.raises(ValueError, match=r"was prepared with another tokenizer than data\.tokenizer '.*t\.json'"):
+    with pytest.raises(ValueError, match=r"was prepared with a different tokenizer than data\.tokenizer '.*t\.json'"):
         open_data(Data(str(prepared[0]), tokenizer=str(tmp_path / "t.json")), seq_len=16, seed=0)

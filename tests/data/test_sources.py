@@ -138,7 +138,7 @@ def test_folder_without_matching_files_is_refused(make_files, pattern):
 
 def test_missing_standard_library_asks_for_a_path(tmp_path, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
-    assert_refused(Data(), "data.path is needed", str(tmp_path))
+    assert_refused(Data(), "data.path is required", str(tmp_path))
 
 
 def test_unreadable_file_is_refused(tmp_path):

@@ -90,10 +90,10 @@ def test_problems_of_all_paths_are_told_at_once(paths, tmp_path):
     first, second, weights, tokenizer = check_data(data)
     assert "no1' does not exist" in first
     assert "no2' does not exist" in second
-    assert weights == "data.weights has 2 numbers, and data.path names 3"
+    assert weights == "data.weights has 2 numbers, but data.path has 3 paths"
     assert "no3' does not exist" in tokenizer
     (problem,) = check_data(Data(f"{paths[0]},,{paths[1]}"))
-    assert "there is nothing between two commas" in problem
+    assert "empty path between commas" in problem
     with pytest.raises(ValueError, match=r"data\.weights has 1 numbers"):
         open_data(Data(f"{paths[0]},{paths[1]}", weights="1"), SEQ_LEN, seed=0)
 
@@ -101,7 +101,7 @@ def test_problems_of_all_paths_are_told_at_once(paths, tmp_path):
 @pytest.mark.parametrize("weights", ["0,1", "-1,2", "a,b", "1,,2", "1/0", "nan"])
 def test_wrong_weights_are_refused(weights):
     (problem,) = Data(weights=weights).problems()
-    assert problem.startswith("weights must be positive numbers with commas between")
+    assert problem.startswith("weights must be comma-separated positive numbers")
 
 
 def test_path_too_short_for_a_window_is_named(paths, tmp_path):
@@ -116,7 +116,7 @@ def test_text_is_tokenized_as_the_prepared_data_beside_it(paths, tmp_path):
     prepare([Data(paths[0])], str(tmp_path / "bpe"), tokenizer)
     data = open_data(Data(f"{paths[1]},{tmp_path}/bpe"), SEQ_LEN, seed=0)
     assert data.tokenizer.fingerprint == tokenizer.fingerprint
-    with pytest.raises(ValueError, match="was prepared with another tokenizer than that of the other data"):
+    with pytest.raises(ValueError, match="was prepared with a different tokenizer than that of the other data"):
         open_data(Data(f"{tmp_path}/bpe,{paths[2]}"), SEQ_LEN, seed=0)
 
 

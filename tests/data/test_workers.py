@@ -41,7 +41,7 @@ def test_workers_end_with_the_results_and_when_nobody_wants_more():
 
 
 def test_worker_that_ends_is_told():
-    with pytest.raises(ValueError, match=r"^a worker process ended before its time; .* fewer --workers$"):
+    with pytest.raises(ValueError, match=r"^a worker process died; .* fewer --workers$"):
         list(map_in_order(os._exit, range(100), num_workers=2))
 
 

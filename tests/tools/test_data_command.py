@@ -55,8 +55,8 @@ def test_everything_that_is_wrong_is_told_before_anything_is_read(spurline, sour
     assert (code, out) == (2, "")
     assert err.splitlines() == [
         "spurline data prepare: 6 problems",
-        "  'nowhere' does not exist or can't be reached",
-        "  --tokenizer 'none.json' does not exist or can't be reached",
+        "  'nowhere' does not exist or is not accessible",
+        "  --tokenizer 'none.json' does not exist or is not accessible",
         "  --pattern '*.md' matches no file in 'books' (hidden files are not read)",
         "  --weights has 1 numbers for 2 sources",
         "  --workers must be positive, got -1",
@@ -124,7 +124,7 @@ def test_verify_names_every_damaged_file(spurline, sources):
     assert code == 1
     assert out.splitlines() == [
         "'prepared/source0.documents' is empty",
-        "'prepared/source0-00000.tokens' is damaged: its checksum is not that of the index",
+        "'prepared/source0-00000.tokens' is damaged: its checksum differs from the index",
         "2 of 2 files are damaged: prepare the data again",
     ]
     assert "source0.documents' is empty" in spurline("data", "ls", "prepared").err

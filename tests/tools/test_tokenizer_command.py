@@ -69,7 +69,7 @@ def test_show_cuts_a_text(spurline, text):
         (["train", "nowhere", "--vocab_size", "280", "--out", "t.json"], "train: 'nowhere' does not exist"),
         (["train", "--vocab_size", "280", "--out", "t.json"], "train: SOURCE is missing"),
         (["show", "nowhere"], "show: --tokenizer: can't read 'nowhere': No such file"),
-        (["show", "text.txt"], "show: --tokenizer 'text.txt': not the JSON of a tokenizer"),
+        (["show", "text.txt"], "show: --tokenizer 'text.txt': not a valid tokenizer.json"),
     ],
 )
 def test_wrong_command_is_explained_in_one_line(spurline, text, argv, complaint):
