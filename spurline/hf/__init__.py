@@ -1,1 +1,1 @@
-"""Hugging Face folders in and out: safetensors files, and run folders made of them or turned into them."""
+"""Import and export of Hugging Face model folders."""

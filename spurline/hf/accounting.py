@@ -1,7 +1,7 @@
-"""Every tensor accounted for: what our model needs, and what the files hold, must be the same tensors.
+"""Check that the tensors in the files are exactly those that the model needs.
 
-Names say which tensor is which, and how its dims are ordered. Shapes confirm it, but a square matrix has the shape of
-its transpose: that the logits are those of `transformers` is the proof (`verify.py`).
+Tensors are matched by name, and their shapes checked. A transposed square matrix would pass: comparing logits with
+`transformers` (`verify.py`) finds that too.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ _OUTPUT, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def model_shapes(model: Any) -> dict[str, Shape]:
-    """Name and shape of each parameter and persistent buffer of the model with this config; nothing is allocated."""
+    """Shape of each parameter and persistent buffer by name, from a model on the meta device."""
     with torch.device("meta"):
         return {name: tuple(tensor.shape) for name, tensor in model.build().state_dict().items()}
 
 
 def target_dtype(name: str, own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    """The dtype that one of our tensors is converted to; None keeps its own."""
-    # The selection bias decides by tiny differences, and nobody rounds it.
+    """The dtype that a tensor of ours is converted to; `wanted=None` keeps its own."""
+    # Small differences in the selection bias change which experts are selected, so it is never rounded.
     return own if wanted is None or name.endswith("expert_bias_E") else wanted
 
 
 def account(
     architecture: Architecture, model: Any, their_config: Mapping[str, Any], stored: Mapping[str, Stored], where: str
 ) -> tuple[list[Slot], list[str]]:
-    """How our tensors are made of the stored ones, and a line for each kind of tensor that is left out.
+    """How our tensors map to the stored ones, and a message for each kind of stored tensor that is not needed.
 
-    A ConfigError lists what is missing, left over, or of a wrong shape or type.
+    Raises a ConfigError with all tensors that are missing, unexpected, or have the wrong shape or dtype.
     """
     shapes = model_shapes(model)
     slots = architecture.slots(shapes, stored)
     expected = {piece.name: piece.shape for slot in slots for piece in slot.pieces}
     problems = [f"tensor {name} is missing" for name in expected if name not in stored]
     for name in expected.keys() & stored.keys():
-        problems += _misfits(name, stored[name], expected[name])
+        problems += _mismatches(name, stored[name], expected[name])
     problems += [problem for slot in slots for problem in _mixed_types(slot, stored)]
 
     for copy, original in architecture.copies(shapes).items():
-        problems += _unless_copy(stored, copy, original, "a model has only one of them")
+        problems += _unless_equal(stored, copy, original, "the model has only one of them")
 
     left_out: dict[str, list[str]] = {}
     harmless = architecture.harmless(their_config, stored)
@@ -58,37 +58,37 @@ def account(
         if meanings:
             left_out.setdefault(meanings[0], []).append(name)
         elif name == _OUTPUT and model.tied_embeddings:
-            problems += _unless_copy(stored, _OUTPUT, _EMBEDDING, "config.json says that they are tied")
-            left_out.setdefault("the embedding once more, which is the output head too", []).append(name)
+            problems += _unless_equal(stored, _OUTPUT, _EMBEDDING, "config.json says that they are tied")
+            left_out.setdefault("tied to the embedding", []).append(name)
         else:
-            problems.append(f"tensor {name} {stored[name].shape} has no place in the model that config.json describes")
+            problems.append(f"tensor {name} {stored[name].shape} is unexpected in the model of config.json")
     if problems:
         raise ConfigError(at_most([f"{where}: {problem}" for problem in sorted(problems)]))
-    return slots, [f"left out: {_few(names)} ({meaning})" for meaning, names in left_out.items()]
+    return slots, [f"left out: {_summary(names)} ({meaning})" for meaning, names in left_out.items()]
 
 
-def _misfits(name: str, stored: Stored, shape: Shape) -> Iterable[str]:
+def _mismatches(name: str, stored: Stored, shape: Shape) -> Iterable[str]:
     if stored.shape != shape:
         transposed = stored.shape == shape[::-1]
-        yield f"tensor {name} is {stored.shape}, not {shape}{': it is transposed' if transposed else ''}"
+        yield f"tensor {name} has shape {stored.shape}, not {shape}{': it is transposed' if transposed else ''}"
     if stored.dtype not in FLOATS:
-        yield f"tensor {name} is of type {stored.dtype}, and weights must be one of {', '.join(FLOATS)}"
+        yield f"tensor {name} has dtype {stored.dtype}, but weights must be one of {', '.join(FLOATS)}"
 
 
 def _mixed_types(slot: Slot, stored: Mapping[str, Stored]) -> Iterable[str]:
-    """Our tensor has one type, so those that it stacks must have it too."""
+    """An error if the tensors that are stacked into one of ours have different dtypes."""
     types = {stored[piece.name].dtype: piece.name for piece in slot.pieces if piece.name in stored}
     if len(types) > 1:
-        yield " and ".join(f"tensor {name} is {dtype}" for dtype, name in types.items()) + ": they must be of one type"
+        yield " and ".join(f"tensor {name} is {dtype}" for dtype, name in types.items()) + ": dtypes must be equal"
 
 
-def _unless_copy(stored: Mapping[str, Stored], copy: str, original: str, why: str) -> Iterable[str]:
+def _unless_equal(stored: Mapping[str, Stored], copy: str, original: str, why: str) -> Iterable[str]:
     if all(name in stored and stored[name].dtype in FLOATS for name in (copy, original)):
         copied, first = read_whole(stored[copy]), read_whole(stored[original])
         if copied.dtype != first.dtype or not torch.equal(copied, first):
-            yield f"tensor {copy} differs from {original}, and {why}"
+            yield f"tensor {copy} differs from {original}, but {why}"
 
 
-def _few(names: list[str]) -> str:
+def _summary(names: list[str]) -> str:
     first = sorted(names)[0]
     return first if len(names) == 1 else f"{len(names)} tensors like {first}"

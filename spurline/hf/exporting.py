@@ -1,4 +1,4 @@
-"""From a checkpoint of a run to a Hugging Face folder, tensor by tensor."""
+"""Export a checkpoint of a run as a Hugging Face folder, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from spurline.hf.verify import compare_logits
 from spurline.models.common.hf import Slot
 from spurline.train.checkpoint.manager import Checkpoints
 
-# What a trained model is used with; it changes nothing in the logits and so is no part of our model config.
+# Keys that don't affect the logits and so are not in our model config, kept from the config.json of the import.
 _KEPT_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "initializer_range")
 
 
@@ -32,10 +32,10 @@ def export_run(
     max_shard_bytes: int = 5_000_000_000,
     verify: bool = False,
 ) -> list[str]:
-    """Make the Hugging Face folder `out` of a run's checkpoint, the newest by default; returns what there is to tell.
+    """Export a checkpoint (default: the newest) as the Hugging Face folder `out`; returns messages for the user.
 
-    The weights are written in `dtype` or as they are. A model that no class of `transformers` expresses is refused with
-    a ValueError, and then nothing is written.
+    Weights are written in `dtype` (None: unchanged). Raises a ValueError, and writes nothing, if no class of
+    `transformers` can represent the model.
     """
     family, _, run_config = config_io.load(run / "config.json")
     model = run_config.model
@@ -47,7 +47,7 @@ def export_run(
     source = Source(checkpoints, step, architecture.slots(model_shapes(model)), dtype)
 
     with new_folder(out) as folder:
-        told = [f"{architecture.name}, step {step}: {write_weights(folder, source, max_shard_bytes)}"]
+        messages = [f"{architecture.name}, step {step}: {write_weights(folder, source, max_shard_bytes)}"]
         tokenizer = _tokenizer_folder(run, run_config.data.tokenizer)
         copied = copy_tokenizer(tokenizer, folder)
         their_config = {
@@ -59,13 +59,13 @@ def export_run(
         }
         (folder / "config.json").write_text(json.dumps(their_config, indent=2) + "\n", encoding="utf-8")
         if verify:
-            told.append(compare_logits(model, run, step, folder, dtype))
-    told.append(f"Hugging Face folder: {out}, copied with it: {', '.join(copied) or 'none'}")
-    return told
+            messages.append(compare_logits(model, run, step, folder, dtype))
+    messages.append(f"Hugging Face folder: {out}, tokenizer files: {', '.join(copied) or 'none'}")
+    return messages
 
 
 class Source:
-    """The tensors of a checkpoint as Hugging Face has them: what there is, and their values one after the other."""
+    """The tensors of a checkpoint under their Hugging Face names; values are read one slot at a time."""
 
     def __init__(self, checkpoints: Checkpoints, step: int, slots: list[Slot], dtype: torch.dtype | None) -> None:
         self._checkpoints = checkpoints
@@ -98,19 +98,19 @@ class Source:
         misfits += saved.keys() - {slot.name for slot in slots}
         if misfits:
             raise ValueError(
-                f"the checkpoint of step {self._step} in {self._checkpoints.folder} is not of the model in config.json:"
-                f" {', '.join(sorted(misfits)[:5])} differ"
+                f"the checkpoint of step {self._step} in {self._checkpoints.folder} does not match the model in"
+                f" config.json: {', '.join(sorted(misfits)[:5])} differ"
             )
         for slot in slots:
             if not slot.pieces and self._checkpoints.read_tensor(self._step, slot.name, saved[slot.name]).any():
                 raise ValueError(
-                    f"{slot.name} is not zero, and the Hugging Face architecture has no selection bias:"
-                    " only a model that was trained with --model.moe.bias_update_rate 0 can be written as one"
+                    f"{slot.name} is not zero, but the Hugging Face architecture has no selection bias:"
+                    " only models trained with --model.moe.bias_update_rate 0 can be exported"
                 )
 
 
 def write_weights(folder: Path, source: Source, max_shard_bytes: int) -> str:
-    """Write the safetensors files, with an index where there are several; returns what was written, in words."""
+    """Write the safetensors files, and an index if there are several; returns a summary."""
     shards = split_into_shards(list(source.entries()), max_shard_bytes)
     names = [WEIGHTS] if len(shards) == 1 else _shard_names(len(shards))
     values = source.values()
@@ -130,7 +130,7 @@ def _shard_names(count: int) -> list[str]:
 
 
 def split_into_shards(entries: list[Entry], max_bytes: int) -> list[list[Entry]]:
-    """Consecutive tensors of at most so many bytes together; one that is larger has a file of its own."""
+    """Group consecutive tensors into shards of at most `max_bytes`; a larger tensor gets its own shard."""
     shards: list[list[Entry]] = []
     size = 0
     for entry in entries:
@@ -143,7 +143,7 @@ def split_into_shards(entries: list[Entry], max_bytes: int) -> list[list[Entry]]
 
 
 def _tokenizer_folder(run: Path, data_tokenizer: str) -> Path:
-    """Where the run's tokenizer is: in its folder if it was imported, or else where its data options say."""
+    """Folder of the run's tokenizer: in the run folder of an imported model, else from the data options."""
     if (run / TOKENIZER_FOLDER).is_dir() or not data_tokenizer:
         return run / TOKENIZER_FOLDER
     path = Path(data_tokenizer).expanduser()

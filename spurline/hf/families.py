@@ -1,4 +1,4 @@
-"""Which family reads a Hugging Face model, and which preset of it the model is trained like."""
+"""Map Hugging Face architectures to our model families, and choose a preset for an imported model."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _EXPERT_BIAS = "layers.{layer}.moe.router.expert_bias_E"
 
 
 def find_architecture(their_config: dict[str, Any], where: str) -> Architecture:
-    """The architecture that a config.json names, which some family must know."""
+    """The architecture named in a config.json; raises a ValueError if no family supports it."""
     names = their_config.get("architectures") or []
     known = {architecture.name: architecture for _, architecture in _architectures()}
     for name in names:
         if name in known:
             return known[name]
-    what = f"the architecture {', '.join(map(str, names))}" if names else "no architecture"
-    raise ValueError(f"{where} is of {what}, which Spurline can't read; it reads {', '.join(sorted(known))}")
+    what = ", ".join(map(str, names)) or "(none)"
+    raise ValueError(f"{where}: architecture {what} is not supported; supported are {', '.join(sorted(known))}")
 
 
 def _architectures() -> Iterator[tuple[str, Architecture]]:
@@ -42,11 +42,11 @@ def _hf_module(family: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != name:
             raise
-        return None  # a family need not have a form that Hugging Face knows
+        return None  # not every family has a Hugging Face equivalent
 
 
 def read_model_config(architecture: Architecture, their_config: dict[str, Any], where: str) -> Any:
-    """Our config of the model that a config.json describes; a ConfigError names every key that we can't follow."""
+    """Our model config for a config.json; raises a ConfigError with every key that is not supported."""
     theirs = TheirConfig(their_config)
     model = architecture.read(theirs)
     theirs.refuse_unknown()
@@ -57,10 +57,10 @@ def read_model_config(architecture: Architecture, their_config: dict[str, Any], 
 
 
 def architecture_for(family: str, model: Any) -> Architecture:
-    """The architecture that a model is written as; a ConfigError says what of the model it can't express."""
+    """The architecture to export a model as; raises a ConfigError with everything it can't represent."""
     module = _hf_module(family)
     if module is None:
-        raise ValueError(f"the family {family} has no hf.py, so there is no Hugging Face form of it")
+        raise ValueError(f"the family {family} can't be exported: it has no hf.py with its Hugging Face architectures")
     architecture: Architecture = module.architecture_for(model)
     if obstacles := architecture.obstacles(model):
         raise ConfigError(obstacles)
@@ -68,7 +68,7 @@ def architecture_for(family: str, model: Any) -> Architecture:
 
 
 def _balanced_like(preset: MoEConfig, moe: MoEConfig, architecture: Architecture) -> MoEConfig:
-    """The experts with the preset's way to keep them busy; by a loss where the architecture has no selection bias."""
+    """`moe` with the load balancing of the preset; by a loss if the architecture has no selection bias."""
     has_bias = architecture.names.get(_EXPERT_BIAS) is not None
     by_bias_alone = preset.bias_update_rate > 0 and preset.aux_loss == "none"
     return replace(
@@ -83,7 +83,7 @@ def _balanced_like(preset: MoEConfig, moe: MoEConfig, architecture: Architecture
 def run_config_like_a_preset(
     architecture: Architecture, model: Any, folder: str, max_length: int | None
 ) -> tuple[str, str, RunConfig[Any]]:
-    """Family, preset and config of a run that trains `model` as the preset nearest in size is trained."""
+    """(family, preset, config) to train `model` with the settings of the preset closest in size."""
     candidates = [
         (family, name, preset())
         for family, known in _architectures()

@@ -1,4 +1,4 @@
-"""Folders: one of Hugging Face as it is found, and a new one that is there in full or not at all."""
+"""Read Hugging Face folders, and create new folders atomically."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from spurline.hf.safetensors_file import Stored, read_header
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENIZER_FOLDER = "tokenizer"
-"""In a run folder: the files below, and the config.json they came with."""
+"""Subfolder of a run folder with the files below and the original config.json."""
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json"),
@@ -35,14 +35,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def find_tensors(folder: Path) -> dict[str, Stored]:
-    """Every tensor of the folder's safetensors files, by name; what index and files don't agree on is refused."""
+    """All tensors in the folder's safetensors files, by name; raises a ValueError if index and files disagree."""
     if (folder / INDEX).exists():
         return _by_index(folder)
     if (folder / WEIGHTS).exists():
         _refuse_others(folder, {WEIGHTS})
         return read_header(folder / WEIGHTS)
     other = sorted(path.name for path in folder.glob("*.bin"))
-    instead = f"; {other[0]} is of another format: save the model again as safetensors" if other else ""
+    instead = f"; {other[0]} has an unsupported format: save the model again as safetensors" if other else ""
     raise ValueError(f"{folder} has neither {WEIGHTS} nor {INDEX}{instead}")
 
 
@@ -55,7 +55,7 @@ def _by_index(folder: Path) -> dict[str, Stored]:
     if outside := [name for name in file_names if Path(name).name != name]:
         raise ValueError(f"{path} names {outside[0]!r}, which is not a file of the same folder")
     if missing := [name for name in file_names if not (folder / name).is_file()]:
-        raise ConfigError([f"{folder / name} is missing, and {INDEX} names it" for name in missing])
+        raise ConfigError([f"{folder / name} is missing, but is listed in {INDEX}" for name in missing])
     _refuse_others(folder, set(file_names))
     problems: list[str] = []
     found: dict[str, Stored] = {}
@@ -63,11 +63,11 @@ def _by_index(folder: Path) -> dict[str, Stored]:
         tensors = read_header(folder / file_name)
         named = {tensor for tensor, file in weight_map.items() if file == file_name}
         problems += [
-            f"{folder / file_name} has no tensor {name}, where {INDEX} puts it" for name in named - set(tensors)
+            f"{folder / file_name} has no tensor {name}, but {INDEX} lists it there" for name in named - set(tensors)
         ]
         for name in tensors.keys() - named:
-            place = f"puts it in {weight_map[name]}" if name in weight_map else "does not name it"
-            problems.append(f"{folder / file_name} has tensor {name}, and {INDEX} {place}")
+            place = f"lists it in {weight_map[name]}" if name in weight_map else "does not list it"
+            problems.append(f"{folder / file_name} has tensor {name}, but {INDEX} {place}")
         found |= tensors
     if problems:
         raise ConfigError(at_most(sorted(problems)))
@@ -75,23 +75,23 @@ def _by_index(folder: Path) -> dict[str, Stored]:
 
 
 def _refuse_others(folder: Path, known: set[str]) -> None:
-    """Refuse files with weights that nothing says anything about: an adapter, or what is left of another model."""
+    """Raise an error for safetensors files that are not listed, such as an adapter or leftovers of another model."""
     others = sorted({path.name for path in folder.glob("*.safetensors")} - known)
     if others:
         where = INDEX if (folder / INDEX).exists() else WEIGHTS
         raise ValueError(
-            f"{folder} has {', '.join(others)} besides what {where} holds: remove what is not of the model"
+            f"{folder} has {', '.join(others)} in addition to the weights of {where}: remove the files of other models"
         )
 
 
 def at_most(problems: list[str], count: int = 10) -> list[str]:
-    """The first of the problems, and how many more there are."""
+    """The first `count` problems, and the number of further ones."""
     more = len(problems) - count
-    return problems if more <= 1 else [*problems[:count], f"and {more} more like these"]
+    return problems if more <= 1 else [*problems[:count], f"and {more} more"]
 
 
 def copy_tokenizer(source: Path, target: Path) -> list[str]:
-    """Copy the tokenizer's files that there are, and return their names."""
+    """Copy the tokenizer files that exist, and return their names."""
     names = [name for name in TOKENIZER_FILES if (source / name).is_file()]
     for name in names:
         shutil.copyfile(source / name, target / name)
@@ -100,9 +100,9 @@ def copy_tokenizer(source: Path, target: Path) -> list[str]:
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A temporary folder that becomes `out` when all went well; otherwise nothing stays, not even a parent folder."""
+    """A temporary folder that is renamed to `out` on success and removed, with new parent folders, on failure."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} exists and is not an empty folder: choose another one or remove it")
+        raise ValueError(f"{out} exists and is not an empty folder: choose another name or remove it")
     path = out.absolute()
     made = [parent for parent in path.parents if not parent.exists()]
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")

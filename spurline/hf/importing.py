@@ -1,4 +1,4 @@
-"""From a Hugging Face folder to a run folder, tensor by tensor."""
+"""Import a Hugging Face folder as a run folder, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ from spurline.train.checkpoint.manager import Checkpoints
 def import_folder(
     source: Path, out: Path, dtype: torch.dtype | None = None, verify: bool = False, with_mtp: bool = False
 ) -> list[str]:
-    """Make the run folder `out` of the Hugging Face folder `source`; returns what there is to tell, a line each.
+    """Import the Hugging Face folder `source` as the run folder `out`; returns messages for the user.
 
-    The weights become the checkpoint of step 0, in `dtype` or as they are; those of multi-token prediction, which are
-    not needed to compute logits, only `with_mtp`. What doesn't fit is refused with a
-    ValueError that names it, and then nothing is written.
+    The weights become the checkpoint of step 0, in `dtype` (None: unchanged). MTP modules, which do not affect the
+    logits, are imported only `with_mtp`. Raises a ValueError, and writes nothing, if anything is not supported.
     """
     if not source.is_dir():
         raise ValueError(f"{source} is not a folder: give one with config.json and safetensors files")
@@ -38,7 +37,7 @@ def import_folder(
     if with_mtp:
         model = _with_mtp(model, their_config, f"{source / 'config.json'}")
     stored = find_tensors(source)
-    slots, told = account(architecture, model, their_config, stored, f"{source}")
+    slots, messages = account(architecture, model, their_config, stored, f"{source}")
     max_length = their_config.get("max_position_embeddings")
     family, preset, run_config = run_config_like_a_preset(architecture, model, f"{out}", max_length)
 
@@ -51,22 +50,22 @@ def import_folder(
             run_config = replace(run_config, data=replace(run_config.data, tokenizer=f"{out / TOKENIZER_FOLDER}"))
         config_io.save(folder / "config.json", family, preset, run_config)
         write_checkpoint(folder, slots, stored, dtype)
-        told.append(f"{architecture.name} as {family}, to be trained like {preset}: {_size(slots, stored)}")
+        messages.append(f"{architecture.name} as {family}, training settings of {preset}: {_size(slots, stored)}")
         if verify:
-            told.append(compare_logits(model, folder, 0, source, dtype))
-    told.append(f"run folder: {out}, copied with it: {', '.join(copied) or 'none'}")
-    return told
+            messages.append(compare_logits(model, folder, 0, source, dtype))
+    messages.append(f"run folder: {out}, tokenizer files: {', '.join(copied) or 'none'}")
+    return messages
 
 
 def _with_mtp(model: Any, their_config: dict[str, Any], where: str) -> Any:
     num_layers = their_config.get("num_nextn_predict_layers") or 0
     if not num_layers or not hasattr(model, "num_mtp_layers"):
-        raise ValueError(f"{where} has no num_nextn_predict_layers above 0: leave out --mtp")
+        raise ValueError(f"{where} has no MTP modules (num_nextn_predict_layers): omit --mtp")
     return replace(model, num_mtp_layers=num_layers)
 
 
 def write_checkpoint(run_folder: Path, slots: list[Slot], stored: dict[str, Stored], dtype: torch.dtype | None) -> None:
-    """Write the checkpoint of step 0; each tensor is read when it is its turn."""
+    """Write the checkpoint of step 0; each tensor is read just before it is written."""
     of_name = {slot.name: slot for slot in slots}
     tensors = {slot.name: _like(slot, stored, dtype) for slot in slots}
 
@@ -82,7 +81,7 @@ def _like(slot: Slot, stored: dict[str, Stored], dtype: torch.dtype | None) -> T
 
 
 def read_slot(slot: Slot, stored: dict[str, Stored], dtype: torch.dtype) -> Tensor:
-    """One of our tensors, put together of its pieces."""
+    """Assemble one of our tensors from its stored pieces."""
     if not slot.pieces:
         return torch.zeros(slot.shape, dtype=dtype)
     tensor = torch.empty(slot.shape, dtype=dtype)

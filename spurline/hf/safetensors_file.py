@@ -1,8 +1,8 @@
-"""Files in the safetensors format, read and written tensor by tensor.
+"""Read and write safetensors files one tensor at a time.
 
-A file is the length of its header (8 bytes), the header (JSON: each tensor's dtype, shape and place), then the tensors'
-bytes without a gap. The safetensors package maps a whole file to read it, and wants all of its tensors at once to write
-it; here no more than one tensor is in memory.
+A file is the length of its header (8 bytes), the header (JSON: dtype, shape and byte range of each tensor), then the
+tensor data without gaps. The safetensors package needs all tensors of a file at once to write it; here at most one
+tensor is in memory.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class Stored:
 
     path: Path
     dtype: str
-    """As the format calls it: F32, BF16, ..."""
+    """In the format's notation: F32, BF16, ..."""
     shape: tuple[int, ...]
     offset: int
-    """Of its first byte in the file."""
+    """Byte offset of its data in the file."""
 
 
 class Entry(NamedTuple):
-    """A tensor that a file is to hold."""
+    """A tensor to be written."""
 
     name: str
     dtype: torch.dtype
@@ -54,17 +54,17 @@ class Entry(NamedTuple):
 
 
 def read_header(path: Path) -> dict[str, Stored]:
-    """The tensors of a file, by name; a ValueError where the file isn't whole and sound."""
+    """The tensors of a file, by name; raises a ValueError if the file is truncated or invalid."""
     try:
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
             num_bytes = os.fstat(file.fileno()).st_size
             if not 2 <= length <= min(num_bytes - 8, _LONGEST_HEADER):
-                raise ValueError(f"{path} is cut off or not a safetensors file: it has no room for its header")
-            header = json.loads(file.read(length), object_pairs_hook=_without_twins)
+                raise ValueError(f"{path} is truncated or not a safetensors file: it is too short for its header")
+            header = json.loads(file.read(length), object_pairs_hook=_reject_duplicates)
     except OSError as error:
         raise ValueError(f"{path}: can't read the file: {error.strerror}") from None
-    except (UnicodeDecodeError, json.JSONDecodeError, _TwinError) as error:
+    except (UnicodeDecodeError, json.JSONDecodeError, _DuplicateKeyError) as error:
         raise ValueError(f"{path} is damaged or not a safetensors file: its header is not JSON ({error})") from None
     if not isinstance(header, dict):
         raise ValueError(f"{path} is not a safetensors file: its header is not a JSON object")
@@ -76,41 +76,41 @@ def read_header(path: Path) -> dict[str, Stored]:
         first, last = _offsets(path, name, entry)
         dtype, shape = entry["dtype"], tuple(entry["shape"])
         if dtype not in _ITEMSIZES:
-            raise ValueError(f"{path} has tensor {name} of type {dtype}, which Spurline does not know")
+            raise ValueError(f"{path}: tensor {name} has unknown dtype {dtype}")
         size = prod(shape) * _ITEMSIZES[dtype]
         if start + first != end or last - first != size:
-            raise ValueError(f"{path} is damaged: the place or size of tensor {name} ({dtype} {shape}) can't be right")
+            raise ValueError(f"{path} is damaged: tensor {name} ({dtype} {shape}) has an invalid offset or size")
         found[name] = Stored(path, dtype, shape, end)
         end += size
     if end != num_bytes:
-        what = "cut off" if end > num_bytes else "damaged"
-        raise ValueError(f"{path} is {what}: it has {num_bytes:,} bytes, and its header tells of {end:,}")
+        what = "truncated" if end > num_bytes else "damaged"
+        raise ValueError(f"{path} is {what}: it has {num_bytes:,} bytes, but its header describes {end:,}")
     return found
 
 
-class _TwinError(Exception):
+class _DuplicateKeyError(Exception):
     pass
 
 
-def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) < len(pairs):
-        raise _TwinError("a name stands in it twice")
+        raise _DuplicateKeyError("duplicate key")
     return content
 
 
 def _offsets(path: Path, name: str, entry: Any) -> tuple[int, int]:
-    """Where a tensor's bytes begin and end, counted from the end of the header, in a header entry that is sound."""
+    """Begin and end of a tensor's bytes, relative to the end of the header; raises a ValueError if invalid."""
     match entry:
         case {"dtype": str(), "shape": [*shape], "data_offsets": [int(first), int(last)]} if all(
             type(size) is int and size >= 0 for size in shape
         ):
             return first, last
-    raise ValueError(f"{path} is damaged: the header's entry of tensor {name} is not one")
+    raise ValueError(f"{path} is damaged: invalid header entry of tensor {name}")
 
 
 def read_into(target: Tensor, stored: Stored, start: int = 0) -> None:
-    """Fill a contiguous tensor on the CPU with the elements of a stored one from element `start` on."""
+    """Fill a contiguous CPU tensor with the elements of a stored one, starting at element `start`."""
     dtype = FLOATS[stored.dtype]
     if target.dtype != dtype:
         same = torch.empty_like(target, dtype=dtype)
@@ -121,9 +121,9 @@ def read_into(target: Tensor, stored: Stored, start: int = 0) -> None:
     with open(stored.path, "rb", buffering=0) as file:
         file.seek(stored.offset + start * dtype.itemsize)
         while len(view):
-            count = file.readinto(view)  # at most 2 GB in one go
+            count = file.readinto(view)  # one call reads at most 2 GB
             if not count:
-                raise ValueError(f"{stored.path} is cut off: it ended while it was read")
+                raise ValueError(f"{stored.path} is truncated: unexpected end of file")
             view = view[count:]
 
 
@@ -134,7 +134,7 @@ def read_whole(stored: Stored) -> Tensor:
 
 
 def write_file(path: Path, entries: list[Entry], tensors: Iterator[Tensor]) -> None:
-    """Write a file of these entries, whose tensors are the next ones of `tensors`."""
+    """Write a file with these entries, taking their tensors in order from `tensors`."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for entry in entries:
@@ -149,4 +149,4 @@ def write_file(path: Path, entries: list[Entry], tensors: Iterator[Tensor]) -> N
             tensor = next(tensors)
             assert (tensor.dtype, tuple(tensor.shape)) == (entry.dtype, entry.shape), entry.name
             file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
-            del tensor  # before the next one is made
+            del tensor  # free it before the next one is read

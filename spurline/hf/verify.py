@@ -1,4 +1,4 @@
-"""The proof of a conversion: the logits of our model and of the one that `transformers` loads."""
+"""Verify a conversion: compare the logits of our model with those of `transformers`."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from spurline.models.common.decoder_config import DecoderConfig
 from spurline.train.checkpoint.manager import Checkpoints
 
 TOLERANCE = 1e-3
-"""Of the largest logit: far above what another order of sums makes, far below what any wrong weight does."""
+"""Relative to the largest logit: far above rounding differences, far below the effect of a wrong weight."""
 
 
 def compare_logits(
     model: DecoderConfig, run: Path, step: int, hf_folder: Path, dtype: torch.dtype | None = None
 ) -> str:
-    """Run both models, in float32, on the same random tokens; returns the difference in words, or a ValueError.
+    """Run both models in float32 on the same random tokens; returns a summary, or raises a ValueError if they differ.
 
-    The weights of both are rounded to `dtype`, as the conversion did. Both models are in memory in full.
+    The weights of both are rounded to `dtype`, as in the conversion. Both models are fully in memory.
     """
     tokens_BL = torch.randint(model.vocab_size, (2, 64), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -29,7 +29,7 @@ def compare_logits(
     if not difference <= TOLERANCE * largest:
         raise ValueError(
             f"the logits differ from those of transformers by up to {difference:.3g} (the largest is {largest:.3g}):"
-            " the two models don't compute the same, so nothing was written"
+            " the models are not equivalent, so nothing was written"
         )
     return f"verified: the logits differ from those of transformers by at most {difference:.2g} (largest {largest:.3g})"
 

@@ -60,7 +60,7 @@ def test_a_file_that_is_cut_off_is_refused_by_name(tmp_path, length):
     path = tmp_path / "x.safetensors"
     save_file(TENSORS, path)
     path.write_bytes(path.read_bytes()[:length])
-    with pytest.raises(ValueError, match=rf"{re.escape(str(path))} is cut off"):
+    with pytest.raises(ValueError, match=rf"{re.escape(str(path))} is truncated"):
         read_header(path)
 
 
@@ -83,12 +83,12 @@ def test_a_header_that_is_garbage_is_refused(tmp_path, garbage):
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ({"dtype": "F32", "shape": [4, 4], "data_offsets": [6, 54]}, "size of tensor b.matrix"),
-        ({"dtype": "F32", "shape": [3, 4], "data_offsets": [10, 58]}, "can't be right"),
-        ({"dtype": "F32", "shape": [-3, -4], "data_offsets": [6, 54]}, "entry of tensor b.matrix is not one"),
-        ({"dtype": "F32", "shape": [3, 4]}, "entry of tensor b.matrix is not one"),
-        ({"dtype": "Q4", "shape": [3, 4], "data_offsets": [6, 54]}, "b.matrix of type Q4"),
-        ("hello", "entry of tensor b.matrix is not one"),
+        ({"dtype": "F32", "shape": [4, 4], "data_offsets": [6, 54]}, "tensor b.matrix .* invalid offset or size"),
+        ({"dtype": "F32", "shape": [3, 4], "data_offsets": [10, 58]}, "invalid offset or size"),
+        ({"dtype": "F32", "shape": [-3, -4], "data_offsets": [6, 54]}, "invalid header entry of tensor b.matrix"),
+        ({"dtype": "F32", "shape": [3, 4]}, "invalid header entry of tensor b.matrix"),
+        ({"dtype": "Q4", "shape": [3, 4], "data_offsets": [6, 54]}, "b.matrix has unknown dtype Q4"),
+        ("hello", "invalid header entry of tensor b.matrix"),
     ],
 )
 def test_a_header_that_lies_is_refused_with_the_tensors_name(tmp_path, entry, message):
@@ -103,5 +103,5 @@ def test_a_name_that_stands_twice_is_refused(tmp_path):
     entry = b'"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'
     header = b"{" + entry + b"," + entry + b"}"
     (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 4)
-    with pytest.raises(ValueError, match="twice"):
+    with pytest.raises(ValueError, match="duplicate key"):
         read_header(tmp_path / "x.safetensors")

@@ -46,9 +46,9 @@ def test_a_model_comes_is_trained_and_goes(spurline, theirs, tmp_path):
     code, out, err = spurline("convert", "from-hf", str(theirs), "run", "--verify")
     assert (code, err) == (0, "")
     lines = out.splitlines()
-    assert lines[0].startswith("DeepseekV3ForCausalLM as deepseek_v3, to be trained like deepseek_v3_debugmodel: ")
+    assert lines[0].startswith("DeepseekV3ForCausalLM as deepseek_v3, training settings of deepseek_v3_debugmodel: ")
     assert lines[1].startswith("verified: the logits differ from those of transformers by at most ")
-    assert lines[2] == "run folder: run, copied with it: generation_config.json"
+    assert lines[2] == "run folder: run, tokenizer files: generation_config.json"
 
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert config["job"]["dump_folder"] == "run"
