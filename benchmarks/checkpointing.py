@@ -1,10 +1,10 @@
-"""How long a checkpoint keeps the training waiting: written at once, or in the background.
+"""Time that training waits for a checkpoint: synchronous or asynchronous.
 
     python benchmarks/checkpointing.py [--ranks 2]
 
-A model of 200 MB of parameters, and twice that of optimizer state. Both ways are interleaved in one run; between
-checkpoints the model trains until the background has finished, so that the figures are of one write at a time. Medians;
-the first checkpoint in the background also allocates its buffers, and is told apart.
+A model with 200 MB of parameters and twice that of optimizer state. Both modes are interleaved in one run; training
+continues until the background write has finished, so that only one write is in progress at a time. Results are
+medians; the first asynchronous checkpoint also allocates its buffers and is reported separately.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
 
 
 def measure(rank: int, folder: str) -> dict[str, list[float]]:
-    """Seconds: of each checkpoint, of steps while one is written and of steps while none is."""
+    """Seconds of each checkpoint, and of training steps with and without a write in progress."""
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     if dist.is_initialized():
         fully_shard(model)
@@ -70,9 +70,9 @@ def main() -> None:
     medians = {name: statistics.median(seconds) for name, seconds in figures.items()}
     waited = statistics.median(background)
     print(f"{4 * LAYERS * WIDTH**2 / 1e6:.0f} MB of parameters, {ranks} rank{'s' if ranks > 1 else ''}")
-    print(f"at once        {medians['at once']:7.3f} s")
-    print(f"in background  {waited:7.3f} s (the first {first:.3f} s): {waited / medians['at once']:.1%} of that")
-    print(f"a step         {medians['step']:7.3f} s, {medians['step meanwhile']:.3f} s while one is written")
+    print(f"synchronous    {medians['at once']:7.3f} s")
+    print(f"asynchronous   {waited:7.3f} s (the first {first:.3f} s): {waited / medians['at once']:.1%} of synchronous")
+    print(f"training step  {medians['step']:7.3f} s, {medians['step meanwhile']:.3f} s during a background write")
 
 
 if __name__ == "__main__":

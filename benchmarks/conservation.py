@@ -1,8 +1,8 @@
-"""What the conservation check costs: an expert-parallel training step on 2 gloo ranks, with and without it.
+"""Cost of the conservation check: an expert-parallel training step on 2 gloo ranks, with and without it.
 
     python benchmarks/conservation.py
 
-The two candidates are interleaved in one run; the figure is the ratio of their medians.
+The two candidates are interleaved in one run; the result is the ratio of their medians.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ REPETITIONS = 15
 
 
 def measure(rank: int, config: MoEConfig, num_tokens: int) -> list[float]:
-    """Median seconds of a forward and backward: without, and with the check."""
+    """Median seconds of forward and backward, [without the check, with it]."""
     mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(0)
     layers = [parallelize_moe(MoE(dataclasses.replace(config, check_exchange=check)), mesh) for check in (False, True)]

@@ -1,10 +1,10 @@
-"""Tokens a second that models write: with a cache of the past and without, and beside `transformers`.
+"""Generation speed in tokens per second: with and without a KV cache, and against `transformers`.
 
     python benchmarks/generation.py
 
-Candidates are interleaved in one run; the figures are medians. The debug models are run with the cache and without, and
-must write the same. A mixture of experts of 383 M parameters is run beside the same shape in `transformers`, if that is
-installed, on one thread and on all.
+Candidates are interleaved in one run; results are medians. The debug models run with and without the cache and must
+generate the same tokens. An MoE of 383M parameters runs against the same shape in `transformers`, if that is installed,
+on one thread and on all threads.
 """
 
 import statistics
@@ -36,7 +36,7 @@ def write(model: nn.Module, prompts: Tokens, cached: bool) -> Tokens:
 
 
 def speeds(candidates: dict[str, Callable[[Tokens], object]], batch_size: int) -> dict[str, float]:
-    """Median tokens a second of each."""
+    """Median tokens per second of each candidate."""
     prompts = make_prompts(batch_size)
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
     for _ in range(REPETITIONS):
@@ -57,7 +57,7 @@ def with_and_without_cache() -> None:
             initialize(model, 0)
             for batch_size in (1, 4):
                 prompts = make_prompts(batch_size)
-                assert write(model, prompts, True) == write(model, prompts, False), "the cache has changed the text"
+                assert write(model, prompts, True) == write(model, prompts, False), "the cache changes the output"
                 found = speeds(
                     {str(cached): partial(write, model, cached=cached) for cached in (False, True)}, batch_size
                 )
@@ -68,7 +68,7 @@ def with_and_without_cache() -> None:
 
 
 def make_pair() -> tuple[nn.Module, dict[str, nn.Module]]:
-    """A model of ours, and the same shape in `transformers` with each of its ways to run experts."""
+    """A model of ours, and the same shape in `transformers` with each of its experts implementations."""
     import transformers
 
     from spurline.hf.families import architecture_for

@@ -1,4 +1,4 @@
-"""Draw the plots of docs/performance.md from what `spurline bench --json FILE` wrote.
+"""Draw the plots of docs/performance.md from the output of `spurline bench --json FILE`.
 
 pip install matplotlib
 python benchmarks/plots.py FILE [FILE ...] docs/images
@@ -22,11 +22,11 @@ COLORS = {
 }
 KINDS = ("forward", "forward+backward")
 HIGHEST = 1.6
-"""Ratios above this are cut off, and written beside their bar."""
+"""Bars are clipped at this ratio and labeled with their value."""
 
 
 def draw_layers(figures: Figures, path: Path) -> None:
-    """Each layer's time over the floor's, for each number of threads and kind of pass."""
+    """Time of each layer relative to the floor, by thread count and pass."""
     found = {(f["threads"], f["what"], f["case"], f["candidate"]): f["to_floor"] for f in figures}
     threads = sorted({key[0] for key in found})
     cases = list(dict.fromkeys(f["case"] for f in figures if f["case"] != "medium_uniform"))
@@ -53,7 +53,7 @@ def draw_layers(figures: Figures, path: Path) -> None:
 
 
 def draw_sweep(figures: Figures, path: Path) -> None:
-    """Our layer's time, and the floor's, as one size grows: both over the floor's at the smallest."""
+    """Time of our layer and of the floor as one size grows."""
     fields = list(dict.fromkeys(f["case"].split()[0] for f in figures))
     grid, axes = plt.subplots(1, len(fields), figsize=(11, 3.2), squeeze=False)
     for axis, field in zip(axes[0], fields, strict=True):
@@ -67,7 +67,7 @@ def draw_sweep(figures: Figures, path: Path) -> None:
             axis.set_xticks([size for size, _ in points], [f"{size:,}" for size, _ in points])
         axis.set_yticks([30, 60, 120, 240], ["30", "60", "120", "240"])
         axis.minorticks_off()
-        axis.set_xlabel(field.replace("num_", "").replace("top_k", "experts a token"))
+        axis.set_xlabel(field.replace("num_", "").replace("top_k", "experts per token"))
     axes[0][0].set_ylabel("ms, forward+backward")
     axes[0][0].legend(fontsize=8)
     save(grid, path)
@@ -81,8 +81,8 @@ def save(grid: Any, path: Path) -> None:
 
 def main() -> None:
     *sources, folder = sys.argv[1:]
-    mpl.rcParams["svg.fonttype"] = "none"  # text stays text
-    mpl.rcParams["svg.hashsalt"] = "spurline"  # the same figures give the same file
+    mpl.rcParams["svg.fonttype"] = "none"  # keep text as text
+    mpl.rcParams["svg.hashsalt"] = "spurline"  # reproducible output
     figures = [figure for source in sources for figure in json.loads(Path(source).read_text())]
     Path(folder).mkdir(parents=True, exist_ok=True)
     for part, draw in (("layers", draw_layers), ("sweep", draw_sweep)):

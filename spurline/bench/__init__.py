@@ -1,1 +1,1 @@
-"""What Spurline's speed and memory are measured by: interleaved candidates, ratios to a floor and to peers."""
+"""Benchmarks of speed and memory: interleaved candidates, ratios to a floor and to peer libraries."""

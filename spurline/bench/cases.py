@@ -1,4 +1,4 @@
-"""The layers that are measured. Free of torch."""
+"""The layer shapes and routings to benchmark. Torch-free."""
 
 from dataclasses import dataclass
 
@@ -12,8 +12,8 @@ class Case:
     top_k: int
     num_tokens: int
     routing: str = "balanced"
-    """balanced (random scores), zipf (expert n is chosen in proportion to 1/n), one_hot (all tokens alike), uniform
-    (every expert gets as many rows)."""
+    """balanced (random scores), zipf (expert n with probability proportional to 1/n), one_hot (all tokens select the
+    same experts), uniform (equal row counts)."""
 
     @property
     def num_rows(self) -> int:

@@ -1,4 +1,4 @@
-"""What a benchmark found: one figure each, as a table, as JSON, and against targets. Free of torch."""
+"""Benchmark results, and the targets they are checked against. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 @dataclass(frozen=True)
 class Figure:
     part: str
-    """Which benchmark: layers, bf16, memory, sweep, ranks, step."""
+    """Suite: layers, bf16, memory, sweep, ranks, step."""
     case: str
     what: str
     """forward, forward+backward, saved, ..."""
@@ -19,14 +19,14 @@ class Figure:
     unit: str
     threads: int = 1
     spread: float | None = None
-    """The middle half of the repetitions, as a share of the median."""
+    """Interquartile range of the repetitions, as a fraction of the median."""
     to_floor: float | None = None
     to_best_peer: float | None = None
-    """This value over the best peer's."""
+    """Ratio of this value to that of the best peer."""
 
     @property
     def place(self) -> str:
-        """What was measured, in words."""
+        """Suite, case, quantity and thread count, as text."""
         return f"{self.part} {self.case}, {self.what}, {self.threads} thread{'s' if self.threads > 1 else ''}"
 
     def as_json(self) -> dict[str, Any]:
@@ -35,7 +35,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Target:
-    """What Spurline's figure has to be: at most so many times the floor, or the best peer."""
+    """Upper bounds for Spurline's ratio to the floor and to the best peer."""
 
     part: str
     what: str
@@ -44,7 +44,7 @@ class Target:
     to_best_peer: float | None = None
 
 
-# The figures of the layer are those of a bare layer in a process whose allocator nobody touched.
+# Layer results are for the bare layer, with the default settings of the memory allocator.
 TARGETS = (
     Target("layers", "forward", ("medium", "medium_zipf", "medium_one_hot"), to_floor=1.06, to_best_peer=1.0),
     Target("layers", "forward+backward", ("medium", "medium_zipf", "medium_one_hot"), to_floor=1.08, to_best_peer=0.8),
@@ -64,7 +64,7 @@ TARGETS = (
 
 
 def missed_targets(figures: Iterable[Figure], targets: Sequence[Target] = TARGETS) -> list[str]:
-    """A line for each target that a figure of ours misses."""
+    """One line per target that a result of ours misses."""
     found = []
     for figure in figures:
         if figure.candidate != "spurline":

@@ -1,6 +1,6 @@
-"""The floor: the matrix products and activations of the experts on rows that already lie sorted, and nothing else.
+"""The floor: only the expert matmuls and activations, on rows that are already sorted by expert.
 
-No routing, no gathering, no summing by token; every result goes to memory that was there before.
+No routing, gather or combine, and all outputs are preallocated.
 """
 
 import torch

@@ -1,6 +1,6 @@
-"""How much memory a layer takes: what it keeps for its backward pass, and how far the process grows while it works.
+"""Memory of a layer: bytes saved for backward, and growth of the process during forward and backward.
 
-The growth is read from the system in a process of its own, since not all memory comes from torch's allocator.
+Growth is the peak resident size of a separate process, since not all memory comes from torch's allocator.
 """
 
 import json
@@ -16,7 +16,7 @@ from spurline.bench.layers import Candidate, make_contest
 
 
 def saved_bytes(candidate: Candidate) -> int:
-    """Bytes kept for the backward pass besides the weights and the input."""
+    """Bytes saved for backward, without weights and input."""
     ours = {t.untyped_storage().data_ptr() for t in (candidate.x, *candidate.layer.parameters())}
     kept: dict[int, int] = {}
 
@@ -33,7 +33,7 @@ def saved_bytes(candidate: Candidate) -> int:
 
 
 def footprint(case: Case, name: str, threads: int) -> dict[str, int]:
-    """Bytes by kind, each in a new process: saved, forward (without gradients), training (beyond weight gradients)."""
+    """Bytes by kind, each measured in a new process: saved, forward (no_grad), training (without weight gradients)."""
     found = {}
     for what in ("saved", "forward", "training"):
         command = [
@@ -55,7 +55,7 @@ def footprint(case: Case, name: str, threads: int) -> dict[str, int]:
 
 
 def _measure(case: Case, name: str, what: str) -> int:
-    # Code, threads and tables that any first call brings along are no part of it.
+    # Warm up first: code, threads and tables loaded by a first call don't count.
     for candidate in make_contest(Case("warm-up", 64, 32, 4, 2, 64)).candidates.values():
         candidate.forward_and_backward()
     candidate = make_contest(case, peers=name != "spurline").candidates[name]
@@ -71,11 +71,11 @@ def _measure(case: Case, name: str, what: str) -> int:
 
 
 def resident_bytes() -> int:
-    """What the process has in memory; from here on, most_resident_bytes counts anew."""
+    """Current resident size; also resets the peak that most_resident_bytes reports."""
     with open("/proc/self/statm") as file:
         resident = int(file.read().split()[1]) * resource.getpagesize()
     with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # the most so far is what there is now
+        file.write("5")  # resets VmHWM to the current size
     return resident
 
 

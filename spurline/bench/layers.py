@@ -1,4 +1,4 @@
-"""The layers that are compared: ours, and those of peers where they are installed, all with the same weights."""
+"""The layers to compare: ours and those of installed peers, all with the same weights."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -13,12 +13,12 @@ from spurline.bench.floor import Floor
 from spurline.moe import MoE, MoEConfig
 
 _MOST_COPIES = 512
-"""Rows up to which a copy of its expert's weights for each row fits into memory."""
+"""Maximum number of rows for peers that copy the expert's weights for each row."""
 
 
 @dataclass
 class Candidate:
-    """A layer, (1, T, D) -> (1, T, D), and the input and output gradient it is run with."""
+    """A layer, (1, T, D) -> (1, T, D), with its input and output gradient."""
 
     layer: nn.Module
     x: Tensor
@@ -29,7 +29,7 @@ class Candidate:
             return self.layer(self.x)
 
     def forward_and_backward(self) -> None:
-        """With gradients dropped before, as an optimizer's zero_grad does."""
+        """Sets gradients to None first, like zero_grad."""
         for tensor in (self.x, *self.layer.parameters()):
             tensor.grad = None
         self.layer(self.x).backward(self.grad)
@@ -37,7 +37,7 @@ class Candidate:
 
 @dataclass
 class Contest:
-    """All layers of one case, with the same weights and input, and their floor."""
+    """All layers of one case, with the same weights and input, and the floor."""
 
     floor: Floor
     candidates: dict[str, Candidate]
@@ -54,11 +54,11 @@ def make_contest(case: Case, dtype: torch.dtype = torch.float32, peers: bool = T
     )
     ours = MoE(config)
     x = torch.randn(1, case.num_tokens, case.dim)
-    _route_as_told(ours.router.gate_ED, x, case)
+    _set_routing(ours.router.gate_ED, x, case)
     x, grad = x.to(dtype).requires_grad_(), torch.randn(x.shape).to(dtype)
     ours.to(dtype)
     layers: dict[str, nn.Module] = {"spurline": ours}
-    if peers and case.routing != "uniform":  # which peers offer for debugging at most
+    if peers and case.routing != "uniform":  # peers have no forced load balance, or for debugging only
         for name, make in _PEERS.items():
             if name == "transformers batched_mm" and case.num_rows > _MOST_COPIES:
                 continue
@@ -74,13 +74,13 @@ def make_contest(case: Case, dtype: torch.dtype = torch.float32, peers: bool = T
 
 
 @torch.no_grad()
-def _route_as_told(gate_ED: Tensor, x: Tensor, case: Case) -> None:
-    """Set the gate, and one channel of x that is always 1, so that the experts are chosen as the case says."""
+def _set_routing(gate_ED: Tensor, x: Tensor, case: Case) -> None:
+    """Set the gate, and channel 0 of x to 1 as a bias input, to produce the routing of the case."""
     gate_ED.normal_(std=0.1)
     x[..., 0] = 1.0
     rank_E = torch.arange(1, case.num_experts + 1, dtype=torch.float32)
     if case.routing == "zipf":
-        # Logits of these offsets plus Gumbel-like noise choose expert n in proportion to 1 / n.
+        # Bias -log(n) plus noise selects expert n with probability roughly proportional to 1 / n (Gumbel trick).
         gate_ED.normal_(std=case.dim**-0.5)
         gate_ED[:, 0] = -rank_E.log()
     elif case.routing == "one_hot":
@@ -89,7 +89,7 @@ def _route_as_told(gate_ED: Tensor, x: Tensor, case: Case) -> None:
 
 
 def _torchtitan(case: Case, ours: MoE) -> nn.Module:
-    """As shipped it casts to bfloat16; here its products stay in the dtype of the rows."""
+    """torchtitan's layer, without its cast to bfloat16: matmuls are in the dtype of the rows."""
     from torchtitan.models.common import moe
     from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
 
@@ -164,9 +164,9 @@ _PEERS: dict[str, Callable[[Case, MoE], Any]] = {
 
 
 def check_agreement(contest: Contest, tolerance: float) -> Iterator[str]:
-    """A line for each layer whose output is not that of ours: a peer that computes something else proves nothing.
+    """One line per layer whose output differs from ours: only equivalent layers are comparable.
 
-    In bfloat16 a gate that isn't in float32 sends a few tokens elsewhere, hence the norm over all of them.
+    Compares norms over all tokens, since a bfloat16 gate routes a few tokens to other experts.
     """
     expected = contest.candidates["spurline"].forward().double()
     for name, candidate in contest.candidates.items():

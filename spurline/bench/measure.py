@@ -1,4 +1,4 @@
-"""Time candidates in turn, so that what the machine does besides hits all of them alike."""
+"""Interleaved timing, so that other load on the machine affects all candidates equally."""
 
 import statistics
 import time
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one candidate, in the order of the rounds."""
+    """Seconds of one candidate in each round."""
 
     seconds: list[float]
 
@@ -18,21 +18,21 @@ class Timing:
 
     @property
     def spread(self) -> float:
-        """The middle half of the rounds, from end to end, as a share of the median."""
+        """Interquartile range over the rounds, as a fraction of the median."""
         if len(self.seconds) < 4:
             return (max(self.seconds) - min(self.seconds)) / self.median
         low, _, high = statistics.quantiles(self.seconds, n=4)
         return (high - low) / self.median
 
     def ratio_to(self, other: "Timing") -> float:
-        """The median over rounds of this candidate's time to the other's in the same round."""
+        """Median over rounds of the ratio to the other candidate's time in the same round."""
         return statistics.median(a / b for a, b in zip(self.seconds, other.seconds, strict=True))
 
 
 def interleave(candidates: dict[str, Callable[[], object]], seconds: float, least: int = 5) -> dict[str, Timing]:
-    """Run all candidates round after round: for about so many seconds, at least so many rounds, after one to warm up.
+    """Time all candidates in rounds for about `seconds`, and at least `least` rounds, after one warmup round.
 
-    Each round starts with another candidate, so that none always comes after the same neighbour.
+    The order rotates from round to round, so that no candidate always runs right after the same other one.
     """
     names = list(candidates)
     for name in names:

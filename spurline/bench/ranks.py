@@ -1,4 +1,4 @@
-"""An expert-parallel training step on local gloo ranks: uneven, equal-split and forced-balance exchange."""
+"""Expert-parallel forward and backward on local gloo ranks: uneven, equal-split and forced-balance exchange."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ WAYS = {
 
 
 def ranks(threads: int, seconds: float, cases: list[str]) -> Iterator[Figure]:
-    """Milliseconds of a forward and backward, `TOKENS` tokens a rank, one thread each."""
+    """Milliseconds of forward and backward, with `TOKENS` tokens and one thread per rank."""
     if threads > 1:
-        return  # ranks compute with one thread each, whatever this process does
+        return  # ranks always use one thread
     for world in (2, 4):
         times = run_ranks(_measure, world, seconds, timeout=60 + 4 * seconds)[0]
         for name, values in times.items():

@@ -1,8 +1,8 @@
-"""A training step of a debug model, beside the same model in `transformers`, each in a process of its own.
+"""Training step of a debug model against the same model in `transformers`, each in its own process.
 
-Both have the same shape, each its own random weights, and see the same tokens; both clip gradients and take a fused
-AdamW step, and both are also measured compiled. Ours also has the balance loss of its config. The processes take turns,
-a few steps at a time, so that the machine's other load hits all alike.
+Both have the same shape (with different random weights), see the same tokens, clip gradients and take a fused AdamW
+step; both are also measured compiled. Ours includes the balance loss of its config. The processes alternate, a few
+steps at a time, so that other load on the machine affects all equally.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ CANDIDATES = (
 )
 STEPS_A_TURN = 3
 Step = Callable[[int], object]
-"""Takes the optimizer step of this number."""
+"""Runs the optimizer step with this number."""
 
 
 def step(threads: int, seconds: float, cases: list[str]) -> Iterator[Figure]:
-    """Seconds a step and memory, of ours and of `transformers` with its best experts.
+    """Seconds per step and memory, of ours and of `transformers` with its fastest experts implementation.
 
-    Peak memory is that of the whole process, which starts at some 300 MB with torch and the data; growth is what the
-    model, its optimizer and its steps add to that.
+    Peak memory is that of the whole process, including about 300 MB for torch and the data; growth is what the model,
+    the optimizer and the steps add.
     """
     for config in MODELS:
         with_workers = {name: _Worker(config, name, threads) for name in CANDIDATES}
@@ -73,14 +73,14 @@ def step(threads: int, seconds: float, cases: list[str]) -> Iterator[Figure]:
 
 
 class _Worker:
-    """A process that trains one candidate, as many steps as it is asked for."""
+    """A process that trains one candidate, a few steps per request."""
 
     def __init__(self, config: str, name: str, threads: int) -> None:
         command = [sys.executable, "-W", "ignore", "-m", "spurline.bench.step", config, name, str(threads)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def is_there(self) -> bool:
-        return self.ask("steps") is not None and self.ask("steps") is not None  # warm
+        return self.ask("steps") is not None and self.ask("steps") is not None  # these are also the warmup
 
     def ask(self, what: str) -> Any:
         assert self._process.stdin is not None
@@ -95,18 +95,18 @@ class _Worker:
 
     def end(self) -> None:
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it may have ended by itself
+        with suppress(BrokenPipeError):  # the process may have exited, as without transformers
             self._process.stdin.close()
         self._process.wait()
 
 
 def _serve(config: str, name: str, threads: int, requests: IO[str]) -> None:
     run = family_configs(MODELS[config])[config]()
-    run = replace(run, training=replace(run.training, steps=1_000_000))  # it never ends by itself
+    run = replace(run, training=replace(run.training, steps=1_000_000))  # until stdin is closed
     torch.set_num_threads(threads)
     data = open_data(run.data, run.training.seq_len, run.training.seed)
-    import_module("torch._dynamo")  # both have it after a few steps: no part of the model's memory
-    logging.getLogger("torch").setLevel(logging.ERROR)  # of graphs that break
+    import_module("torch._dynamo")  # imported by both within a few steps: not part of the model's memory
+    logging.getLogger("torch").setLevel(logging.ERROR)  # hide warnings about graph breaks
     compiled = name.endswith(" compiled")
     if name.startswith("spurline"):
         make_step = _ours(run, data, compiled)
@@ -147,7 +147,7 @@ def _theirs(run: Any, data: DataSets, family: str, experts: str, compiled: bool)
     config = transformers.AutoConfig.for_model(
         architecture.model_type, **architecture.write(run.model), use_cache=False
     )
-    kind: Any = transformers.AutoModelForCausalLM._model_mapping[type(config)]  # loads its code
+    kind: Any = transformers.AutoModelForCausalLM._model_mapping[type(config)]  # imports the model's module
 
     def make_step() -> Step:
         model = kind._from_config(config, experts_implementation=experts)

@@ -1,4 +1,4 @@
-"""The benchmarks: each yields its figures as they are measured."""
+"""The benchmark suites: each yields its results as they are measured."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from spurline.bench.ranks import ranks
 from spurline.bench.step import step
 
 _KINDS = {"forward": "forward", "forward+backward": "forward_and_backward"}
-# A weight-sized gradient for each expert: a minute a round.
-_HOPELESS = {"forward+backward": {"transformers eager", "transformers batched_mm"}, "forward": set[str]()}
+# These allocate a gradient of all experts' weights for every expert: a minute per round.
+_TOO_SLOW = {"forward+backward": {"transformers eager", "transformers batched_mm"}, "forward": set[str]()}
 _SWEPT = Case("sweep", 256, 256, 8, 2, 2048)
 
 
 def layers(threads: int, seconds: float, cases: list[str]) -> Iterator[Figure]:
-    """The whole layer, router included, as a ratio to the floor and to each peer, in float32."""
+    """The whole layer including the router, in float32, as ratios to the floor and to the best peer."""
     for name in cases:
         contest = _agreed(make_contest(CASES[name]), 1e-4)
         for what in _KINDS:
@@ -30,7 +30,7 @@ def layers(threads: int, seconds: float, cases: list[str]) -> Iterator[Figure]:
 
 
 def bf16(threads: int, seconds: float, cases: list[str]) -> Iterator[Figure]:
-    """The same in bfloat16, and how far each output is from that in float64."""
+    """The same in bfloat16, and the relative error of each output against float64."""
     for name in cases:
         if name not in ("small", "medium"):
             continue
@@ -41,12 +41,12 @@ def bf16(threads: int, seconds: float, cases: list[str]) -> Iterator[Figure]:
 
 
 def memory(threads: int, seconds: float, cases: list[str]) -> Iterator[Figure]:
-    """Bytes kept for backward, and how far a process grows; each in a process of its own."""
+    """Bytes saved for backward, and growth of the process; each candidate in its own process."""
     kinds = {"saved": "saved for backward", "forward": "forward workspace", "training": "training workspace"}
     for name in cases:
         if name != "medium":
             continue
-        found = {who: footprint(CASES[name], who, threads) for who in _names(name, skip=_HOPELESS["forward+backward"])}
+        found = {who: footprint(CASES[name], who, threads) for who in _names(name, skip=_TOO_SLOW["forward+backward"])}
         for kind, what in kinds.items():
             yield from _with_ratios(
                 [Figure("memory", name, what, who, sizes[kind] / 1e6, "MB", threads) for who, sizes in found.items()]
@@ -54,7 +54,7 @@ def memory(threads: int, seconds: float, cases: list[str]) -> Iterator[Figure]:
 
 
 def sweep(threads: int, seconds: float, cases: list[str]) -> Iterator[Figure]:
-    """Our layer's forward and backward as tokens, experts a token, and experts grow."""
+    """Forward and backward of our layer with growing numbers of tokens, experts per token and experts."""
     for field, values in (
         ("num_tokens", (1024, 2048, 4096, 8192)),
         ("top_k", (1, 2, 4, 8)),
@@ -70,7 +70,7 @@ def sweep(threads: int, seconds: float, cases: list[str]) -> Iterator[Figure]:
 
 
 def _timed(part: str, case: Case, contest: Contest, what: str, threads: int, seconds: float) -> Iterator[Figure]:
-    names = [name for name in contest.candidates if name not in _HOPELESS[what] or case.name == "decode"]
+    names = [name for name in contest.candidates if name not in _TOO_SLOW[what] or case.name == "decode"]
     times = interleave({name: _run(contest, name, what) for name in ("floor", *names)}, seconds)
     figures = [_figure(part, case.name, what, name, times[name], threads, times["floor"]) for name in times]
     yield from _with_ratios(figures, times)
@@ -87,7 +87,7 @@ def _figure(part: str, case: str, what: str, who: str, timing: Timing, threads: 
 
 
 def _with_ratios(figures: list[Figure], times: dict[str, Timing] | None = None) -> list[Figure]:
-    """With ours over the best peer's filled in: round by round where there are times."""
+    """Fill in the ratios to the best peer: medians over rounds if times are given, else of the values."""
     peers = [figure for figure in figures if figure.candidate not in ("floor", "spurline")]
     if not peers:
         return figures
@@ -103,12 +103,12 @@ def _with_ratios(figures: list[Figure], times: dict[str, Timing] | None = None) 
 
 def _agreed(contest: Contest, tolerance: float) -> Contest:
     for problem in check_agreement(contest, tolerance):
-        raise ValueError(f"the candidates do not compute the same: {problem}")
+        raise ValueError(f"the candidates are not equivalent: {problem}")
     return contest
 
 
 def _names(case: str, skip: set[str]) -> list[str]:
-    # Of a tiny layer, only to see which peers are there.
+    # A tiny layer, only to find out which peers are installed.
     there = make_contest(
         dataclasses.replace(CASES[case], dim=16, hidden_dim=16, num_experts=8, num_tokens=8)
     ).candidates
@@ -129,7 +129,7 @@ def _exact_output(contest: Contest) -> torch.Tensor:
         return layer(ours.x.double())
 
 
-PARTS: dict[str, Callable[[int, float, list[str]], Iterator[Figure]]] = {
+SUITES: dict[str, Callable[[int, float, list[str]], Iterator[Figure]]] = {
     "layers": layers,
     "bf16": bf16,
     "memory": memory,

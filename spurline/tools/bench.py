@@ -111,13 +111,13 @@ def _measure(command: Command) -> Iterator[list[Figure]]:
     """Yield the results in groups that share suite, case and quantity."""
     import torch
 
-    from spurline.bench.suites import PARTS
+    from spurline.bench.suites import SUITES
 
     for threads in command.threads:
         torch.set_num_threads(threads)
-        for part in command.parts:
+        for name in command.parts:
             group: list[Figure] = []
-            for figure in PARTS[part](threads, command.seconds, list(command.cases)):
+            for figure in SUITES[name](threads, command.seconds, list(command.cases)):
                 if group and (figure.case, figure.what) != (group[0].case, group[0].what):
                     yield group
                     group = []
@@ -130,10 +130,9 @@ def _show(console: Console, figures: list[Figure]) -> None:
     first = figures[0]
     console.print(first.place, style="bold", highlight=False)
     for figure in figures:
-        parts = [f"  {figure.candidate:<26}{figure.value:>10.4g} {figure.unit:<4}"]
-        parts.append(f"±{figure.spread:>4.0%}" if figure.spread is not None else " " * 5)
-        parts.append(f"{figure.to_floor:>7.3f} x floor" if figure.to_floor is not None else "")
-        parts.append(f"{figure.to_best_peer:>7.3f} x best peer" if figure.to_best_peer is not None else "")
-        console.print(
-            "  ".join(parts).rstrip(), highlight=False, style="bold" if figure.candidate == "spurline" else ""
-        )
+        cells = [f"  {figure.candidate:<26}{figure.value:>10.4g} {figure.unit:<4}"]
+        cells.append(f"±{figure.spread:>4.0%}" if figure.spread is not None else " " * 5)
+        cells.append(f"{figure.to_floor:>7.3f} x floor" if figure.to_floor is not None else "")
+        cells.append(f"{figure.to_best_peer:>7.3f} x best peer" if figure.to_best_peer is not None else "")
+        style = "bold" if figure.candidate == "spurline" else ""
+        console.print("  ".join(cells).rstrip(), highlight=False, style=style)

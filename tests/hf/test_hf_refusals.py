@@ -191,7 +191,7 @@ def test_an_architecture_that_no_family_knows_is_refused(spoiled, refused):
     said = refused(source, "architecture GPT2LMHeadModel is not supported")
     assert "DeepseekV2ForCausalLM, DeepseekV3ForCausalLM, LlamaForCausalLM, Qwen3ForCausalLM" in said
     change_json(source / "config.json", architectures=None)
-    refused(source, "architecture \(none\) is not supported")
+    refused(source, r"architecture \(none\) is not supported")
 
 
 def test_a_folder_that_is_not_empty_is_not_touched(models, tmp_path):

@@ -91,7 +91,7 @@ def test_targets_that_are_missed_are_told_with_figure_and_limit() -> None:
 
 
 def test_every_target_belongs_to_something_that_is_measured() -> None:
-    assert {target.part for target in TARGETS} <= set(suites.PARTS)
+    assert {target.part for target in TARGETS} <= set(suites.SUITES)
     for target in TARGETS:
         assert set(target.cases) <= set(CASES) or target.part == "step"
 
@@ -112,10 +112,10 @@ def test_the_command_prints_a_table_and_writes_all_figures(tiny, tmp_path, capsy
 def test_check_ends_with_an_error_where_a_target_is_missed(tiny, monkeypatch, capsys) -> None:
     figure = Figure("layers", "small", "forward", "spurline", 1.0, "ms", 1, None, 1.2)
     options = ["--parts", "layers", "--cases", "small", "--threads", "1", "--check"]
-    monkeypatch.setitem(suites.PARTS, "layers", lambda *_: iter([figure]))
+    monkeypatch.setitem(suites.SUITES, "layers", lambda *_: iter([figure]))
     assert main(options) == 1
     assert "missed layers small, forward, 1 thread: 1.200 x the floor, target 1.1" in capsys.readouterr().out
-    monkeypatch.setitem(suites.PARTS, "layers", lambda *_: iter([replace(figure, to_floor=1.0)]))
+    monkeypatch.setitem(suites.SUITES, "layers", lambda *_: iter([replace(figure, to_floor=1.0)]))
     assert main(options) == 0
     assert "all targets met" in capsys.readouterr().out
 
