@@ -218,7 +218,7 @@ def test_hang_in_functional_collective_and_outside_of_any(pool: RankPool) -> Non
 
 
 def test_stopped_process_is_reported_and_replaced(pool: RankPool) -> None:
-    with pytest.raises(RankError, match="rank 0 was stuck and did not react to a signal"):
+    with pytest.raises(RankError, match="rank 0 was stuck and did not respond to a signal"):
         pool.run(stop_itself, 1, timeout=1)
     assert pool.run(sum_of_ranks, 1) == [0.0]
 

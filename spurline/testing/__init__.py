@@ -1,6 +1,6 @@
-"""Run functions on several gloo ranks of this machine; `spurline.testing.equivalence` judges layers by the reference.
+"""Run functions on local gloo ranks; `spurline.testing.equivalence` compares layers with the reference.
 
-With pytest, import the fixture `ranks` of `spurline.testing.pytest_plugin` into a conftest.py:
+With pytest, import the fixture `ranks` from `spurline.testing.pytest_plugin` into a conftest.py:
 
     def add_up(rank: int, start: int) -> float:          # at the top level of the test module
         x = torch.tensor(float(start + rank))
@@ -10,7 +10,7 @@ With pytest, import the fixture `ranks` of `spurline.testing.pytest_plugin` into
     def test_add_up(ranks: RankPool) -> None:
         assert ranks.run(add_up, 4, 10) == [46.0] * 4    # what each rank returned, by rank
 
-Anywhere else, `run_ranks` does the same with ranks of its own; a script calls it below `if __name__ == "__main__":`.
+Elsewhere, `run_ranks` does the same with newly started ranks; scripts must call it below `if __name__ == "__main__":`.
 """
 
 from spurline.testing.failures import RankError, RankFailure

@@ -1,4 +1,4 @@
-"""Judge an MoE layer by the reference: the same output, and the same gradient of everything."""
+"""Compare an MoE layer with the reference: its output and all gradients."""
 
 import torch
 from torch import Tensor
@@ -8,14 +8,14 @@ from spurline.moe.reference import reference_balance_loss, reference_moe
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """The norm of the difference over the norm of what is expected; 0 for two empty or two zero tensors."""
+    """Norm of the difference relative to the norm of `expected`; 0 if both are empty or both are zero."""
     assert actual.shape == expected.shape, f"shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
     difference = (actual.double() - expected.double()).norm()
     return (difference / expected.double().norm().clamp_min(1e-30)).item() if difference else 0.0
 
 
 def layer_results(moe: MoE, x: Tensor) -> dict[str, Tensor]:
-    """The layer's output `y`, and the gradients of `x` and of each parameter, by name."""
+    """The layer's output `y` and the gradients of `x` and of every parameter, by name."""
     x = x.detach().requires_grad_()
     y = moe(x)
     gradients = torch.autograd.grad((y * _direction(x)).sum(), [x, *moe.parameters()])
@@ -23,7 +23,7 @@ def layer_results(moe: MoE, x: Tensor) -> dict[str, Tensor]:
 
 
 def reference_results(moe: MoE, x: Tensor, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """The same from the reference with the layer's weights, in dtype (default: the input's)."""
+    """The same from the reference with the layer's weights, in `dtype` (default: the dtype of x)."""
     dtype = dtype or x.dtype
     direction = _direction(x).to(dtype)
     x = x.detach().to(dtype).requires_grad_()
@@ -44,7 +44,7 @@ def errors_between(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> di
 
 
 def _direction(x: Tensor) -> Tensor:
-    """What the output is multiplied with to make a loss: any fixed, structureless tensor."""
+    """A fixed random tensor; the loss is its inner product with the output."""
     return torch.randn(x.shape, generator=torch.Generator().manual_seed(x.numel())).to(x.dtype)
 
 

@@ -1,4 +1,4 @@
-"""What went wrong on the ranks of a run, told so that a person can act on it."""
+"""Failures of ranks, as readable reports."""
 
 import itertools
 import linecache
@@ -13,8 +13,8 @@ from typing import Literal, NamedTuple
 from spurline.testing.messages import Raised
 
 _WORKER = str(Path(__file__).with_name("worker.py"))
-_TORCH = str(Path(getattr(find_spec("torch"), "origin", "")).parent)  # found, not loaded: the ranks do that
-# The files whose functions are the collectives that a user calls.
+_TORCH = str(Path(getattr(find_spec("torch"), "origin", "")).parent)  # located without importing torch
+# The files that define the collectives.
 _COLLECTIVES = (f"{_TORCH}/distributed/distributed_c10d.py", f"{_TORCH}/distributed/_functional_collectives.py")
 
 
@@ -32,21 +32,21 @@ class RankFailure:
     rank: int
     kind: Literal["died", "raised", "stuck"]
     summary: str
-    """One line: what was raised, how it died, or where it sits."""
+    """One line: the exception, the cause of death, or the line where it is stuck."""
     details: str = ""
     """The remote traceback or stack; empty for a rank that died."""
     exception: BaseException | None = None
-    """What was raised, if it could be sent."""
+    """The exception that was raised, if it can be pickled."""
 
 
 class RankError(Exception):
-    """Some ranks of a run failed; `failures` has them, the likely cause first (which is also `__cause__`)."""
+    """Some ranks failed: `failures` lists them, the likely root cause first; its exception is `__cause__`."""
 
     def __init__(self, what: str, failures: list[RankFailure]) -> None:
-        # A dead rank makes others raise, and a rank that raised makes others wait. Otherwise the first comes first.
+        # A dead rank makes others raise, and a rank that raised makes others hang. The sort is stable.
         self.failures = sorted(failures, key=lambda failure: ("died", "raised", "stuck").index(failure.kind))
         lines = [what, *(f"  rank {f.rank} {f.summary}" for f in self.failures)]
-        # Ranks mostly fail alike: each different text is shown once.
+        # Ranks often fail identically: show each distinct text once.
         ranks_of: dict[tuple[str, str], list[int]] = {}
         for failure in self.failures:
             if failure.details:
@@ -70,11 +70,11 @@ def raised(rank: int, reply: Raised) -> RankFailure:
 
 
 def stuck(rank: int, stack_dump: str, seconds: float) -> RankFailure:
-    """A rank that did not come back; stack_dump is what faulthandler wrote there, the innermost frame first."""
+    """A rank that did not return; `stack_dump` is the output of faulthandler, innermost frame first."""
     frames = [Frame(m[1], int(m[2]), m[3]) for m in re.finditer(r'File "(.*)", line (\d+) in (.*)', stack_dump)]
     frames = list(itertools.takewhile(lambda frame: frame.file != _WORKER, frames))
     if not stack_dump:
-        place = "and did not react to a signal"
+        place = "and did not respond to a signal"
     elif not frames:
         place = "outside of the function"
     else:
@@ -88,8 +88,8 @@ def stuck(rank: int, stack_dump: str, seconds: float) -> RankFailure:
 
 
 def _place(frames: list[Frame]) -> str:
-    """Where a rank sits: the collective, and the innermost line that is not torch's own."""
+    """Where a rank is stuck: the collective, and the innermost frame outside torch."""
     caller = next((i for i, f in enumerate(frames) if not f.file.startswith((_TORCH, "<"))), len(frames) - 1)
     collectives = [f.function for f in frames[:caller] if f.file in _COLLECTIVES]
-    # Of nested collectives the outermost is the one that was called: barrier, not the all_reduce it is made of.
+    # Report the outermost of nested collectives: barrier, not the all_reduce that implements it.
     return f"in {collectives[-1]}, called by {frames[caller]}" if collectives else f"in {frames[caller]}"

@@ -1,17 +1,17 @@
-"""What a pool and the processes of its ranks say to each other."""
+"""Messages between a pool and its rank processes."""
 
 from typing import NamedTuple
 
 
 class World(NamedTuple):
-    """The ranks that take part in a call; it stays up for the next call of its size."""
+    """The process group of a call; it is reused by the next call with the same world size."""
 
     size: int
     store_path: str
 
 
 class Call(NamedTuple):
-    """Please call a function."""
+    """A request to call a function."""
 
     rank: int
     world: World

@@ -1,4 +1,4 @@
-"""A pool of gloo ranks on this machine that stays warm between calls. For Linux and macOS."""
+"""A pool of local gloo ranks that are reused between calls. For Linux and macOS."""
 
 import atexit
 import contextlib
@@ -18,23 +18,22 @@ from typing import Any
 from spurline.testing.failures import RankError, RankFailure, died, raised, stuck
 from spurline.testing.messages import Call, Raised, Returned, World
 
-# Loaded once, in the process that the ranks are forked from: ranks then start in milliseconds and share this memory.
+# Imported once, in the fork server: ranks then start in milliseconds and share its memory.
 _PRELOAD = ["torch.distributed.fsdp", "torch._dynamo", "spurline.testing.worker"]
 _PRELOAD_IF_IN_USE = ["pytest", "hypothesis"]
 _SECONDS_TO_START = 120.0
 
 
 class RankPool:
-    """Long-lived processes, each of them a gloo rank; they start when first needed and end with the pool.
+    """Long-lived gloo rank processes, started on demand and stopped with the pool.
 
-    A world of ranks stays up from one call to the next of the same size, and is made anew when the size changes. After
-    a call that failed, left its ranks out of step, or made groups of its own, the processes are new as well: what a
-    program keeps of such a group (a mesh in a cache is enough) keeps gloo's threads too, and processes that had gone
-    through many of them have died in one of those threads.
+    The process group is reused by calls with the same world size. After a call that failed, ran different numbers of
+    collectives on its ranks, or created process groups, the processes are replaced: any leftover reference to a group
+    (such as a cached mesh) keeps gloo threads alive, and processes with many of those have crashed.
     """
 
     def __init__(self, *, grace: float = 2.0) -> None:
-        """`grace`: seconds that the other ranks get to come back by themselves once a rank has failed."""
+        """`grace`: seconds that the other ranks have to return once a rank has failed."""
         self._grace = grace
         self._workers: list[_Worker] = []
         self._world: World | None = None
@@ -43,12 +42,12 @@ class RankPool:
         atexit.register(self.close)
 
     def run(self, function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0) -> list[Any]:
-        """Call function(rank, *args) on each of world_size ranks, and return what they returned, by rank.
+        """Call function(rank, *args) on world_size ranks and return the results by rank.
 
-        There, torch.distributed is initialised, torch computes with one thread, and its seed is 0. The function must
-        be at the top level of a module; its arguments and results are pickled, tensors by value.
+        On the ranks, torch.distributed is initialized, torch uses one thread, and the seed is 0. The function must be
+        at the top level of a module; arguments and results are pickled, tensors by value.
 
-        Raises RankError if a rank raises, dies, or is not back after `timeout` seconds.
+        Raises a RankError if a rank raises, dies, or does not return within `timeout` seconds.
         """
         if world_size < 1:
             raise ValueError(f"world_size must be at least 1, got {world_size}")
@@ -62,7 +61,7 @@ class RankPool:
                 worker.send(Call(rank, self._world, sys.path, os.getcwd(), function_and_args))
             returned = self._collect(workers, f"{name} failed on {world_size} ranks:", timeout)
         except BaseException:
-            # Some ranks may sit in a collective for ever, others may have one in flight: none is used again.
+            # Some ranks may be stuck in a collective or have one in flight: don't reuse any.
             self._world = None
             self._retire(workers)
             raise
@@ -72,7 +71,7 @@ class RankPool:
         return [pickle.loads(r.result) for r in returned]
 
     def close(self) -> None:
-        """End the processes."""
+        """Stop the processes."""
         self._dismiss(self._workers.copy())
         if self._folder is not None:
             self._folder.cleanup()
@@ -86,7 +85,7 @@ class RankPool:
         self.close()
 
     def _dismiss(self, workers: list["_Worker"]) -> None:
-        """End processes that are idle: they tidy up by themselves."""
+        """Let idle processes exit by closing their connections."""
         for worker in workers:
             worker.connection.close()
         for worker in workers:
@@ -140,7 +139,7 @@ class RankPool:
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0) -> list[Any]:
-    """Like RankPool.run, on ranks that start for this call and end with it."""
+    """Like RankPool.run, on ranks that are started for this call only."""
     with RankPool() as pool:
         return pool.run(function, world_size, *args, timeout=timeout)
 
@@ -151,12 +150,12 @@ def _pickle_call(name: str, function: Callable[..., Any], args: tuple[Any, ...])
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ValueError(
             f"{name} can't be sent to the ranks: it must be at the top level of a module, and its arguments must"
-            f" pickle ({error})"
+            f" be picklable ({error})"
         ) from error
 
 
 def _serve(connection: Connection, stack_path: str) -> None:
-    from spurline.testing.worker import serve  # loads torch
+    from spurline.testing.worker import serve  # imports torch
 
     serve(connection, stack_path)
 
@@ -176,17 +175,17 @@ class _Worker:
     def wait_until_ready(self) -> None:
         if not self.connection.poll(_SECONDS_TO_START) or self.receive() is None:
             raise RuntimeError(
-                f"the process of a rank did not start (exit code {self.process.exitcode}): its output says why;"
-                ' a script must start ranks below `if __name__ == "__main__":`'
+                f"a rank process did not start (exit code {self.process.exitcode}): see its output;"
+                ' scripts must start ranks below `if __name__ == "__main__":`'
             )
 
     def send(self, message: Call) -> None:
-        # A process that is dead is noticed by who waits for its reply.
+        # A dead process is detected when its reply is awaited.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.connection.send_bytes(pickle.dumps(message))
 
     def receive(self) -> Any:
-        """What the process sent, or None if it is dead."""
+        """The next message of the process, or None if it is dead."""
         try:
             return pickle.loads(self.connection.recv_bytes())
         except (EOFError, ConnectionResetError):
@@ -194,7 +193,7 @@ class _Worker:
             return None
 
     def stack(self) -> str:
-        """What faulthandler says the process is doing; empty if it does not react to a signal within two seconds."""
+        """The stack of the process, from faulthandler; empty if it does not respond to a signal within two seconds."""
         assert self.process.pid is not None
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process.pid, signal.SIGUSR1)

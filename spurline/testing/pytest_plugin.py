@@ -1,4 +1,4 @@
-"""The fixture `ranks`: one pool of gloo ranks for a whole pytest run."""
+"""The fixture `ranks`: a pool of gloo ranks for the pytest session."""
 
 from collections.abc import Iterator
 
@@ -9,6 +9,6 @@ from spurline.testing.pool import RankPool
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
-    """Gloo ranks that stay warm between tests: `ranks.run(function, world_size, *args)`."""
+    """Gloo ranks that are reused between tests: `ranks.run(function, world_size, *args)`."""
     with RankPool() as pool:
         yield pool

@@ -1,4 +1,4 @@
-"""The process behind one rank of a pool: it joins a gloo world, calls functions, and sends back what they return."""
+"""The process of one rank: joins a gloo process group, calls functions, and sends back their results."""
 
 import faulthandler
 import multiprocessing
@@ -23,15 +23,15 @@ from spurline.testing.messages import Call, Raised, Returned, World
 
 
 def serve(connection: Connection, stack_path: str) -> None:
-    """Answer calls until the other end closes; SIGUSR1 writes the stack to stack_path, whatever the rank is doing."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then stops its ranks.
-    stack_file = open(stack_path, "w")  # noqa: SIM115 - stays open as long as the process
+    """Handle calls until the connection closes; SIGUSR1 writes the current stack to `stack_path`."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then stops its ranks
+    stack_file = open(stack_path, "w")  # noqa: SIM115 - stays open for the life of the process
     faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=False)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    # Many ranks share few cores.
+    # Ranks outnumber cores.
     torch.set_num_threads(1)
     torch._inductor.config.compile_threads = 1
-    # All ranks are on this machine, whatever its host name resolves to.
+    # All ranks are local; don't depend on what the host name resolves to.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     connection.send_bytes(pickle.dumps("ready"))
 
@@ -48,12 +48,12 @@ def serve(connection: Connection, stack_path: str) -> None:
         reply = _answer(call)
         sys.stdout.flush()
         connection.send_bytes(pickle.dumps(reply))
-        # What one call compiled must not count against the recompile limit of the next.
+        # Graphs compiled by one call must not count against the recompile limit of the next.
         torch._dynamo.reset()
 
 
 def _end_with_parent() -> None:
-    """End this process when the parent is gone, even if it sits in a collective."""
+    """Exit when the parent process is gone, even from within a collective."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -61,16 +61,16 @@ def _end_with_parent() -> None:
 
 
 def _join_world(rank: int, world: World) -> None:
-    # A file, not a TCPStore: that one sometimes takes five seconds to connect again after a group was destroyed.
+    # Not a TCPStore, which sometimes takes five seconds to reconnect after a group was destroyed.
     store = dist.FileStore(world.store_path, world.size)
-    # The pool has its own time limit, and knows to say where each rank is; gloo must not be faster.
+    # The pool has its own timeout, with a report of where each rank is; gloo's must not fire first.
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world.size, timeout=timedelta(days=1))
 
 
 def _leave_world() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
-        # It remembers meshes of the world that is gone, and takes those of the next one for the same.
+        # This cache compares meshes by ranks, and would return those of the destroyed group.
         _clear_sharding_prop_cache()
 
 
@@ -87,7 +87,7 @@ def _answer(call: Call) -> Returned | Raised:
         return Raised(summary, "".join(traceback.format_exception(error)), _pickled_or_none(error))
     if not dist.is_initialized():
         return Returned(result, num_collectives=0, num_groups=0)
-    world_group: Any = dist.group.WORLD  # its type does not tell all of its methods
+    world_group: Any = dist.group.WORLD  # its type stub lacks the method below
     num_collectives = world_group._get_sequence_number_for_group()
     return Returned(result, num_collectives, len(c10d._world.pg_map))
 

@@ -44,7 +44,7 @@ def test_what_is_right_passes_with_float32_rounding(verify: Verify) -> None:
         SHARD,
         TP,
         EP,
-        Cell(2, ep=2, fsdp_calls=2, remat="selective", exchange="equal split", num_experts="6 experts"),
+        Cell(2, ep=2, separate_expert_units=True, remat="selective", exchange="equal split", num_experts="6 experts"),
         Cell(4, replicate=2, tp=2, ep=2, router="groups and bias", balance="batch and z loss"),
         Cell(4, ep=2, etp=2, exchange="forced balance", experts="bmm", balance="no balance loss"),
     ]
@@ -94,7 +94,7 @@ def test_own_experts_backend_is_judged_in_every_cell(verify: Verify) -> None:
     cells = [Cell(), Cell(experts="grouped_mm"), EP]
     options = ("--import", "own_backends", "--model.moe.experts_backend")
     code, results = verify(cells, *options, "right")
-    assert (code, list(results)) == (0, ["as usual", "shard 2, ep 2"])
+    assert (code, list(results)) == (0, ["defaults", "shard 2, ep 2"])
     code, results = verify(cells, *options, "wrong")
     assert code == 1
     for result in results.values():

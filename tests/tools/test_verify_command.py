@@ -89,10 +89,10 @@ def test_full_has_every_pair_of_values_that_go_together():
 
 def exclude_each_other(
     ranks=None, ep=None, exchange=None, num_experts=None, experts=None, balance=None,
-    compile=None, fsdp_calls=None, micro_batches=None, seq_len=None, **_,
+    compile=None, separate_expert_units=None, micro_batches=None, seq_len=None, **_,
 ):  # fmt: skip
     return (
-        (ranks == 1 and fsdp_calls == 2)
+        (ranks == 1 and separate_expert_units)
         or (ep == 1 and exchange in ("equal split", "adaptive equal split"))
         or (ep == 4 and num_experts == "6 experts")
         or (experts == "bmm" and exchange not in (None, "forced balance"))
@@ -144,7 +144,7 @@ def test_prints_a_line_a_cell_and_a_summary(spurline, judged):
     assert asked["model"] == TINY_MODEL
     header, *rows, reference, summary = out.splitlines()
     assert header.split() == ["result", "ranks", "loss", "norm", "weight", "gradient", "of", "seconds", "cell"]
-    assert rows[0].split(maxsplit=8) == ["ok", "1", "0.0e+00", "1.0e-07", "2.0e-08", "2.0e-07", GATE, "1.2", "as usual"]
+    assert rows[0].split(maxsplit=8) == ["ok", "1", "0.0e+00", "1.0e-07", "2.0e-08", "2.0e-07", GATE, "1.2", "defaults"]
     assert [row.split(maxsplit=8)[8] for row in rows] == [cell.name for cell in QUICK]
     assert reference == "reference: the model by itself"
     assert summary == f"all {len(QUICK)} cells passed, in 0 s"
@@ -175,7 +175,7 @@ def test_failed_cells_say_what_is_wrong_and_the_exit_code_is_1(spurline, judged)
 def test_only_the_first_names_are_printed_and_all_are_in_the_json(spurline, judged):
     wrong = [Finding(1.0 - i / 10, f"p{i}", 0, 1) for i in range(8)]
     judged(lambda cell: Outcome(cell, 1.0, findings() | {"gradient": wrong}))
-    assert "7 more beyond that: p1, p2, p3, p4, ..." in spurline("verify").out
+    assert "7 more beyond tolerance: p1, p2, p3, p4, ..." in spurline("verify").out
     cells = json.loads(spurline("verify", "--json").out)["cells"]
     assert cells[0]["worst"]["gradient"]["beyond_tolerance"] == [f"p{i}" for i in range(8)]
 

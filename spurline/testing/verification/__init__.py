@@ -1,4 +1,4 @@
-"""What `spurline verify` does: one model trained in many ways, each compared with the reference on one process.
+"""`spurline verify`: train one model in many configurations, each compared with the single-process reference.
 
-`cells` and `matrix` say which ways, `run` goes through them; `measure` and `reference` are what the ranks do.
+`cells` and `matrix` define the configurations, `run` runs them; `measure` and `reference` run on the ranks.
 """

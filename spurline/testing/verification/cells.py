@@ -1,4 +1,4 @@
-"""One way to train a model: how it is spread over ranks, and what is computed how. Free of torch."""
+"""Cells: training configurations to verify (parallelism degrees, MoE options, compile, recomputation). Torch-free."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from spurline.parallel.degrees import degree_problems
 
 NUM_STEPS = 2
 SEQUENCES_A_STEP = 8
-# Below the norm of any gradient that a model starts with, so that it is always scaled.
+# Below any initial gradient norm, so that clipping always takes effect.
 CLIP_NORM = 1e-2
 
 TINY_MODEL = DeepSeekV3Config(
@@ -39,7 +39,7 @@ TINY_MODEL = DeepSeekV3Config(
     moe=MoEConfig(hidden_dim=16, num_experts=8, top_k=2, num_shared_experts=1, check_exchange=True),
 )
 
-# The options of an MoE layer that cells vary: by field of Cell, what each value stands for. The first is the usual one.
+# MoE options that cells vary: field of Cell -> value -> options. The first value is the default.
 MOE_OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "exchange": {
         "uneven": {"equal_split": "off"},
@@ -62,7 +62,7 @@ MOE_OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 AS_GIVEN = ""
-"""The value of a field that MOE_OPTIONS would change, where the model's own options are to be judged."""
+"""Value of a Cell field that leaves the model's own MoE options unchanged."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Cell:
     balance: str = "sequence loss"
     remat: str = "none"
     compile: str = "off"
-    fsdp_calls: int = 1
+    separate_expert_units: bool = False
     micro_batches: int = 1
     seq_len: int = 12
     clip: bool = False
@@ -91,22 +91,22 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """What is spread, and everything that is not as usual."""
+        """The parallelism degrees above 1, and every setting that is not the default."""
         degrees = {"replicate": self.replicate, "shard": self.dp // self.replicate}
         degrees |= {"tp": self.tp, "ep": self.ep, "etp": self.etp}
         parts = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
-        usual = Cell()
+        default = Cell()
         values = {field: getattr(self, field) for field in MOE_OPTIONS}
-        parts += [value for field, value in values.items() if value not in (getattr(usual, field), AS_GIVEN)]
+        parts += [value for field, value in values.items() if value not in (getattr(default, field), AS_GIVEN)]
         parts += [f"remat {self.remat}"] * (self.remat != "none") + [self.compile] * (self.compile != "off")
-        parts += ["two fsdp calls"] * (self.fsdp_calls == 2)
+        parts += ["separate expert units"] * self.separate_expert_units
         parts += [f"{self.micro_batches} micro-batches"] * (self.micro_batches > 1)
-        parts += [f"length {self.seq_len}"] * (self.seq_len != usual.seq_len) + ["clip"] * self.clip
-        return ", ".join(parts) or "as usual"
+        parts += [f"length {self.seq_len}"] * (self.seq_len != default.seq_len) + ["clip"] * self.clip
+        return ", ".join(parts) or "defaults"
 
 
 def keep_given(cell: Cell, given: set[str]) -> Cell:
-    """The cell without changes to the given MoE options: those are judged as they are."""
+    """The cell without changes to the given MoE options."""
     as_given: dict[str, Any] = {
         field: AS_GIVEN
         for field, values in MOE_OPTIONS.items()
@@ -116,7 +116,7 @@ def keep_given(cell: Cell, given: set[str]) -> Cell:
 
 
 def run_config(cell: Cell, model: Any) -> RunConfig[Any]:
-    """What the trainer is told in this cell."""
+    """The trainer's config for this cell."""
     options: dict[str, Any] = {}
     for field, values in MOE_OPTIONS.items():
         options |= values.get(getattr(cell, field), {})
@@ -132,19 +132,19 @@ def run_config(cell: Cell, model: Any) -> RunConfig[Any]:
             max_grad_norm=CLIP_NORM if cell.clip else 0.0,
             threads=1,
         ),
-        # A large eps makes the update a smooth function of the gradient, its scale included. With a small one, the
-        # first update is the gradient's sign: rounding would flip some of them, and a wrong scale would not show.
+        # With a large eps the update is a smooth function of the gradient and of its scale. With a small one the first
+        # update is the gradient's sign: rounding would flip some entries, and a wrong scale would go unnoticed.
         optimizer=Optimizer(lr=1e-2, eps=1e-2),
         lr_scheduler=LRScheduler(warmup_steps=0, decay_ratio=0.0),
         parallelism=Parallelism(cell.replicate, -1, cell.tp, cell.ep, cell.etp),
         compile=Compile(enable=cell.compile != "off", backend=cell.compile),
         activation_checkpoint=ActivationCheckpoint(mode=cell.remat),  # type: ignore[arg-type]
-        debug=Debug(separate_expert_units=cell.fsdp_calls == 2),
+        debug=Debug(separate_expert_units=cell.separate_expert_units),
     )
 
 
 def _seq_len(cell: Cell, model: Any) -> int:
-    """Forced balance numbers the tokens of each rank: with this length, that is how one rank numbers all of them."""
+    """Forced balance assigns experts by token index on each rank; at this length that equals a single rank's order."""
     num_experts = model.parallel_facts().num_experts
     if num_experts and model.with_forced_balance() == model:
         return num_experts * cell.tp
@@ -152,12 +152,12 @@ def _seq_len(cell: Cell, model: Any) -> int:
 
 
 def reference_config(config: RunConfig[Any]) -> RunConfig[Any]:
-    """The same training on one rank, without anything that may not change what is computed."""
+    """The same training on one rank, with defaults for every option that must not change the results."""
     model, moe = config.model, getattr(config.model, "moe", None)
     if isinstance(moe, MoEConfig):
-        usual = MoEConfig()
+        default = MoEConfig()
         how = ("experts_backend", "dispatcher", "equal_split", "equal_split_threshold", "check_exchange")
-        model = replace(model, moe=replace(moe, **{name: getattr(usual, name) for name in how}))
+        model = replace(model, moe=replace(moe, **{name: getattr(default, name) for name in how}))
     return replace(
         config,
         model=model,
@@ -170,10 +170,12 @@ def reference_config(config: RunConfig[Any]) -> RunConfig[Any]:
 
 
 def cell_problems(cell: Cell, model: Any) -> list[str]:
-    """Why this model can't be trained in this way, or not be compared; empty where it can."""
+    """Why this model can't be trained or compared in this cell; empty if it can."""
     found: list[str] = []
     if SEQUENCES_A_STEP % (cell.dp * cell.micro_batches):
-        found.append(f"{SEQUENCES_A_STEP} sequences don't make {cell.micro_batches} micro-batches on {cell.dp} ranks")
+        found.append(
+            f"{SEQUENCES_A_STEP} sequences can't be split into {cell.micro_batches} micro-batches on {cell.dp} ranks"
+        )
         return found
     config = run_config(cell, model)
     found += config.problems()
@@ -182,7 +184,7 @@ def cell_problems(cell: Cell, model: Any) -> list[str]:
         if moe.experts_backend == "bmm" and not (moe.force_load_balance and cell.compile == "off"):
             found.append("experts_backend bmm needs forced balance, without compile")
         if moe.aux_loss == "batch" and cell.micro_batches > 1:
-            found.append("a batch loss is one of each micro-batch, not of them all")
+            found.append("aux_loss batch depends on the micro-batch size, so it can't be compared with micro-batches")
     if not found:
         found = degree_problems(config.parallelism, cell.ranks, model=config.model, training=config.training)
     return [problem.partition("; nearest that works")[0] for problem in found]

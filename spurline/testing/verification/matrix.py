@@ -1,4 +1,4 @@
-"""Which cells `spurline verify` runs: a few that touch everything, or all pairs of everything. Free of torch."""
+"""The cells of `spurline verify`: a few that cover every setting, or all pairs of settings. Torch-free."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from spurline.testing.verification.cells import MOE_OPTIONS, TINY_MODEL, Cell, cell_problems
 
-# Every value of every axis once, on as few ranks as show it; compiled ones, which take long, on two.
+# Every setting at least once, on as few ranks as exercise it; compiled cells, which are slow, on at most two.
 QUICK = [
     Cell(),
     Cell(experts="grouped_mm", score="score before", router="sigmoid", remat="selective", micro_batches=2),
@@ -17,19 +17,29 @@ QUICK = [
     Cell(2, experts="loop", balance="no balance loss", remat="full", micro_batches=2, clip=True),
     Cell(2, replicate=2, num_experts="6 experts", experts="grouped_mm", balance="batch and z loss"),
     Cell(2, tp=2, seq_len=13, balance="batch and z loss", clip=True),
-    Cell(2, ep=2, exchange="adaptive equal split", router="groups and bias", fsdp_calls=2, remat="full"),
+    Cell(2, ep=2, exchange="adaptive equal split", router="groups and bias", separate_expert_units=True, remat="full"),
     Cell(2, ep=2, experts="loop", compile="aot_eager", exchange="equal split", score="score before", clip=True),
     Cell(2, tp=2, ep=2, compile="aot_eager", remat="selective", router="sigmoid", seq_len=13),
     Cell(4, tp=4, score="score before", router="groups and bias"),
     Cell(4, ep=4, exchange="forced balance", experts="bmm", score="score before", clip=True),
-    Cell(4, ep=2, etp=2, exchange="equal split", router="sigmoid", fsdp_calls=2, micro_batches=2),
+    Cell(4, ep=2, etp=2, exchange="equal split", router="sigmoid", separate_expert_units=True, micro_batches=2),
     Cell(4, replicate=2, ep=2, num_experts="6 experts", router="groups and bias", micro_batches=2, seq_len=13),
     Cell(4, replicate=2, tp=2, ep=2, balance="no balance loss", remat="selective", clip=True),
     Cell(4, tp=2, ep=4, experts="grouped_mm", exchange="adaptive equal split", balance="batch and z loss", seq_len=13),
-    Cell(4, tp=2, ep=2, etp=2, remat="selective", router="groups and bias", fsdp_calls=2, seq_len=13, clip=True),
+    Cell(
+        4,
+        tp=2,
+        ep=2,
+        etp=2,
+        remat="selective",
+        router="groups and bias",
+        separate_expert_units=True,
+        seq_len=13,
+        clip=True,
+    ),
 ]
 
-# What --full runs besides QUICK and all pairs: more ranks, and generated code.
+# What --full adds to QUICK and all pairs: more ranks, and inductor.
 MORE = [
     Cell(8, tp=2, ep=4, seq_len=13, clip=True),
     Cell(8, tp=2, ep=2, etp=2, exchange="equal split", remat="selective"),
@@ -60,13 +70,13 @@ _SPREADS: list[dict[str, int]] = [
     {"ranks": 4, "tp": 2, "ep": 4},
     {"ranks": 4, "tp": 2, "ep": 2, "etp": 2},
 ]
-# Each value as the fields of a Cell that it sets.
+# Each value is a dict of the Cell fields that it sets.
 AXES: dict[str, list[dict[str, Any]]] = {
     "spread": _SPREADS,
     **{field: [{field: value} for value in values] for field, values in MOE_OPTIONS.items()},
     "remat": [{"remat": mode} for mode in ("none", "full", "selective")],
     "compile": [{"compile": backend} for backend in ("off", "aot_eager")],
-    "fsdp_calls": [{"fsdp_calls": 1}, {"fsdp_calls": 2}],
+    "separate_expert_units": [{"separate_expert_units": False}, {"separate_expert_units": True}],
     "micro_batches": [{"micro_batches": 1}, {"micro_batches": 2}],
     "seq_len": [{"seq_len": 12}, {"seq_len": 13}],
     "clip": [{"clip": False}, {"clip": True}],
@@ -74,12 +84,12 @@ AXES: dict[str, list[dict[str, Any]]] = {
 
 
 def full_cells() -> list[Cell]:
-    """QUICK, cells in which each two values of different axes meet wherever they can, and MORE."""
+    """QUICK, cells that cover every compatible pair of values of different axes, and MORE."""
     return list(dict.fromkeys([*QUICK, *all_pairs(), *MORE]))
 
 
 def all_pairs() -> list[Cell]:
-    """Few cells with every pair of values that go together: found greedily, and the same ones each time."""
+    """A small set of cells that covers every compatible pair of values; greedy and deterministic."""
     random = Random(0)
     values = [(axis, index) for axis in AXES for index in range(len(AXES[axis]))]
     missing = {pair: None for pair in combinations(values, 2) if pair[0][0] != pair[1][0]}
@@ -89,7 +99,7 @@ def all_pairs() -> list[Cell]:
         drawn = [{axis: random.randrange(len(AXES[axis])) for axis in AXES} | dict(pair) for _ in range(300)]
         drawn.sort(key=lambda choice: _worth(choice, missing), reverse=True)
         best = next((choice for choice in drawn if is_sensible(_cell(choice))), None)
-        if best is None:  # the two exclude each other
+        if best is None:  # the pair is incompatible
             del missing[pair]
             continue
         cells.append(_cell(best))
@@ -99,16 +109,16 @@ def all_pairs() -> list[Cell]:
 
 
 def _worth(choice: dict[str, int], missing: Container[Any]) -> float:
-    """The pairs that a cell would add; one that is compiled takes as long as ten others."""
+    """Number of new pairs a cell covers, relative to its cost: a compiled cell takes as long as ten others."""
     return sum(pair in missing for pair in combinations(choice.items(), 2)) / (10 if choice["compile"] else 1)
 
 
 def is_sensible(cell: Cell) -> bool:
-    """Whether the cell works, and everything in it makes a difference."""
+    """Whether the cell is valid, and each of its settings has an effect."""
     idle = (
         ("equal split" in cell.exchange and cell.ep == 1)
-        or (cell.fsdp_calls == 2 and cell.ranks == 1)
-        or (cell.exchange == "forced balance" and cell.seq_len != Cell().seq_len)  # which has a length of its own
+        or (cell.separate_expert_units and cell.ranks == 1)
+        or (cell.exchange == "forced balance" and cell.seq_len != Cell().seq_len)  # forced balance sets the length
     )
     return not idle and not cell_problems(cell, TINY_MODEL)
 

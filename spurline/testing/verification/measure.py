@@ -1,6 +1,6 @@
-"""What a rank does for a cell: take the trainer's own steps, and compare them with those of the reference.
+"""What each rank runs for a cell: the trainer's own steps, compared with those of the reference.
 
-N sequences of L tokens in all steps, of which a rank reads B at a time.
+N sequences of L tokens over all steps.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from spurline.plugins import load_plugins
 from spurline.testing.verification.reference import use_reference
 from spurline.train.trainer import Trainer, make_trainer
 
-# What a step leaves behind, by kind and name.
+# The results of a step, by kind and name.
 Results = dict[str, dict[str, Tensor]]
 # Relative errors by kind and name.
 Errors = dict[str, dict[str, float]]
 
 
 def save_reference(config: RunConfig[Any], path: str) -> str:
-    """Take the steps of the reference on this process, and keep what they leave at path; returns what computed."""
+    """Run the reference steps in this process and save their results to `path`; returns its description."""
     trainer = make_trainer(config, World(torch.device("cpu"), resolve_degrees(config.parallelism, 1)), _data(config))
     what = use_reference(trainer.model, config.training.global_batch_size * config.training.seq_len)
     torch.save(list(take_steps(trainer)), path)
@@ -41,7 +41,7 @@ def save_reference(config: RunConfig[Any], path: str) -> str:
 
 
 def measure_cell(config: RunConfig[Any], path: str) -> list[Errors]:
-    """Take the same steps as one of the ranks; returns the errors of each step."""
+    """Run the same steps as one of the ranks; returns the errors of each step."""
     ranks = dist.get_world_size()
     degrees = resolve_degrees(config.parallelism, ranks)
     meshes = build_meshes(degrees, "cpu") if ranks > 1 else None
@@ -51,14 +51,14 @@ def measure_cell(config: RunConfig[Any], path: str) -> list[Errors]:
 
 
 def prepare_rank(package: str) -> None:
-    """Load the user's code, so that it registers what it brings, and keep torch's remarks to itself."""
+    """Load plugins and the user's package, and silence torch's warnings."""
     torch._logging.set_logs(all=logging.ERROR)
     if problems := load_plugins(package):
         raise ValueError("; ".join(problems))
 
 
 def take_steps(trainer: Trainer) -> Iterator[Results]:
-    """Take every step of the trainer's config, and say what each leaves behind: in full, and as this rank has it."""
+    """Run all steps and yield the results of each, as unsharded tensors."""
     gradients: dict[str, Tensor] = {}
 
     def note_gradients(*_: Any) -> None:
@@ -79,7 +79,7 @@ def take_steps(trainer: Trainer) -> Iterator[Results]:
 
 
 def errors_of_step(actual: Results, expected: Results) -> Errors:
-    """The relative error of each result; a gradient next to none is measured by a millionth of all gradients."""
+    """The relative error of each result; for tiny gradients, relative to 1e-6 of the norm of all gradients."""
     least = {"gradient": 1e-6 * torch.stack([g.norm() for g in expected["gradient"].values()]).norm().item()}
     return {
         kind: {
@@ -91,7 +91,7 @@ def errors_of_step(actual: Results, expected: Results) -> Errors:
 
 
 def _relative_error(actual: Tensor | None, expected: Tensor, least: float) -> float:
-    """The norm of the difference over that of what is expected; infinite where anything is not a number, or is not."""
+    """Norm of the difference relative to that of `expected`; infinite if a result is missing or not finite."""
     if actual is None or not torch.isfinite(actual).all() or not torch.isfinite(expected).all():
         return math.inf
     difference = (actual.double() - expected.double()).norm()
@@ -103,13 +103,13 @@ def _as_tensors(numbers: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def _in_full(tensors: dict[str, Tensor | None]) -> dict[str, Tensor]:
-    """A copy of each tensor, put together from all ranks where it is sharded; all ranks call this alike."""
+    """A copy of each tensor, all-gathered if it is sharded; a collective call."""
     whole = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
     return {name: t.detach().clone() for name, t in whole.items() if t is not None}
 
 
 class _Sequences:
-    """Random sequences in place of a data set: the second has no labels at all, the first none at its start."""
+    """Random sequences as a dataset; the second has no labels, the first none in its first third."""
 
     def __init__(self, config: RunConfig[Any]) -> None:
         training = config.training

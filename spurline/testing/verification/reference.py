@@ -1,4 +1,4 @@
-"""Make a model compute its MoE layers as the reference does, in plain loops.
+"""Make a model compute its MoE layers with the reference, in plain loops.
 
 T tokens, D width, E experts.
 """
@@ -13,24 +13,24 @@ from spurline.moe.dispatch.local import LocalDispatcher
 from spurline.moe.layer import MoE
 from spurline.moe.reference import reference_balance_loss, reference_choice, reference_moe, reference_scores
 
-# Weights that the loops read for all tokens of a step; with more it would take minutes.
-_MOST_READS = 2_000_000_000
+# Limit on active parameters x tokens per step; beyond it the loops would take minutes.
+_MAX_READS = 2_000_000_000
 
 
 def use_reference(model: nn.Module, num_tokens: int) -> str:
-    """Replace the forward of every MoE layer, in place, by the reference; returns in words what computes now.
+    """Replace the forward of every MoE layer, in place, by the reference; returns a description.
 
-    Where num_tokens are too many for its loops, or a user's router decides, layers are left with the simplest path
-    there is: the local dispatcher and one matmul an expert.
+    With too many tokens for its loops, or a custom router, layers use the simplest path instead: local dispatch and
+    one matmul per expert.
     """
     layers = [module for module in model.modules() if isinstance(module, MoE)]
     if not layers:
         return "the model on one process"
     why_not = ""
-    if sum(num_tokens * moe.config.num_active_params() for moe in layers) > _MOST_READS:
-        why_not = "it is too large for the reference's own"
+    if sum(num_tokens * moe.config.num_active_params() for moe in layers) > _MAX_READS:
+        why_not = "the model is too large for the reference's loops"
     elif any(moe.config.router != "top_k" for moe in layers):
-        why_not = "the reference knows no router but top_k"
+        why_not = "the reference supports only the top_k router"
     for moe in layers:
         if why_not:
             moe.dispatcher, moe.experts.backend = LocalDispatcher(moe.config), "loop"
@@ -42,10 +42,10 @@ def use_reference(model: nn.Module, num_tokens: int) -> str:
 
 
 def _forward(moe: MoE, x_BLD: Tensor) -> Tensor:
-    """(B, L, D) -> (B, L, D), with the balance losses and the counts that the layer's own forward would leave."""
+    """(B, L, D) -> (B, L, D), with the same balance losses and counts as the layer's own forward."""
     tensors = dict(moe.named_parameters()) | dict(moe.named_buffers())
     x_TD = x_BLD.reshape(-1, x_BLD.shape[-1])
-    # Taken apart once: each `w[e]` of a stacked weight would have a gradient of the size of all experts.
+    # Unbind once: the backward of each `w[e]` would allocate a gradient for all experts.
     by_expert = {name: weight.unbind() for name, weight in moe.named_parameters() if name.startswith("experts.")}
     y_TD = reference_moe(x_TD, tensors | by_expert, moe.config)  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""Run cells on ranks of this machine, one after the other: what fails in one does not stop the next. Free of torch."""
+"""Run cells on local ranks, one at a time; a failed cell does not affect the next. Torch-free."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from spurline.testing.failures import RankError
 from spurline.testing.pool import RankPool
 from spurline.testing.verification.cells import Cell, reference_config, run_config
 
-# The largest relative error of each kind of result that passes. What a sum in another order makes of float32 is a
-# hundred times smaller.
+# Maximum relative error by kind of result. Float32 rounding from a different summation order is 100 times smaller.
 TOLERANCES = {"loss": 1e-5, "norm": 1e-5, "gradient": 1e-4, "weight": 1e-5, "rows": 0.0}
 SECONDS_FOR_A_CELL = 120.0
 SECONDS_TO_COMPILE = 480.0
 
 
 class Finding(NamedTuple):
-    """The relative error of one result, on the rank where it is largest."""
+    """The relative error of one result: the largest over all ranks."""
 
     error: float
     name: str
@@ -30,7 +29,7 @@ class Finding(NamedTuple):
     step: int
 
 
-# By kind of result, in the order of TOLERANCES: every result of that kind, the largest error first.
+# By kind of result, in the order of TOLERANCES: all results of that kind, largest error first.
 Findings = dict[str, list[Finding]]
 
 
@@ -39,9 +38,9 @@ class Outcome:
     cell: Cell
     seconds: float
     findings: Findings = field(default_factory=dict)
-    """Of the first step with errors beyond tolerance, if there is one; empty if the cell did not get that far."""
+    """From the first step with an error beyond tolerance, else over all steps; empty if the cell failed to run."""
     failure: str = ""
-    """Why it did not, in one line."""
+    """Why the cell failed to run, in one line."""
 
     @property
     def passed(self) -> bool:
@@ -51,17 +50,17 @@ class Outcome:
         return next(iter(self.findings.get(kind, [])), None)
 
     def problems(self) -> list[str]:
-        """What is wrong, one line for each kind of result."""
+        """One line per kind of result with errors beyond tolerance."""
         lines = [self.failure] if self.failure else []
         wrong = beyond_tolerance(self.findings)
         for kind, findings in wrong.items():
-            if not findings or (kind == "weight" and wrong["gradient"]):  # what comes of wrong gradients is no news
+            if not findings or (kind == "weight" and wrong["gradient"]):  # wrong gradients imply wrong weights
                 continue
             first, *more = findings
             line = f"{_WORDS[kind].format(first.name)} is off by {first.error:.1e} on rank {first.rank}"
             line += f" in step {first.step} (allowed: {TOLERANCES[kind]:.0e})"
             names = ", ".join([finding.name for finding in more[:4]] + ["..."] * (len(more) > 4))
-            lines.append(line + (f"; {len(more)} more beyond that: {names}" if more else ""))
+            lines.append(line + (f"; {len(more)} more beyond tolerance: {names}" if more else ""))
         return lines
 
 
@@ -79,14 +78,14 @@ def beyond_tolerance(findings: Findings) -> Findings:
 
 
 class Verifier:
-    """Runs cells of one model on a pool of ranks that stays warm, against references that are computed once."""
+    """Runs the cells of one model on a pool of ranks; each reference is computed once and cached."""
 
     def __init__(self, model: Any, package: str = "") -> None:
         """`package` is imported on every rank first."""
         self.model = model
         self.package = package
         self.reference = ""
-        """What the cells are compared with, in words; empty before the first of them."""
+        """Description of the reference; empty before the first cell has run."""
         self._references: dict[str, str] = {}
 
     def run(self, cells: list[Cell]) -> Iterator[Outcome]:
@@ -110,7 +109,7 @@ class Verifier:
         return Outcome(cell, time.perf_counter() - started, _judge_steps(by_rank))
 
     def _reference_of(self, config: RunConfig[Any]) -> str:
-        """The file with what the reference leaves behind, computed on a rank by itself when it is first asked for."""
+        """The file with the results of the reference, computed on first use on a single rank."""
         key = repr(config)
         if key not in self._references:
             path = os.path.join(self._folder, f"{len(self._references)}.pt")
@@ -125,7 +124,7 @@ _Errors = dict[str, dict[str, float]]
 
 
 def _judge_steps(by_rank: list[list[_Errors]]) -> Findings:
-    """The errors of the first step that has some beyond tolerance, as they spoil the next; else the largest of all."""
+    """The errors of the first step beyond tolerance (later steps inherit them), else the largest over all steps."""
     seen: list[tuple[int, int, _Errors]] = []
     for step, of_ranks in enumerate(zip(*by_rank, strict=True), 1):
         this_step = [(step, rank, errors) for rank, errors in enumerate(of_ranks)]
@@ -136,7 +135,7 @@ def _judge_steps(by_rank: list[list[_Errors]]) -> Findings:
 
 
 def _largest(seen: list[tuple[int, int, _Errors]]) -> Findings:
-    """The largest error of each result."""
+    """The largest error of each result, sorted."""
     findings: Findings = {}
     for kind in TOLERANCES:
         of_name: dict[str, Finding] = {}
@@ -148,7 +147,7 @@ def _largest(seen: list[tuple[int, int, _Errors]]) -> Findings:
     return findings
 
 
-# These run on ranks: torch loads there, not here.
+# These run on ranks, so that torch is not imported in this process.
 
 
 def _save_reference(rank: int, package: str, config: RunConfig[Any], path: str) -> str:
