@@ -1,5 +1,5 @@
-# make train: a fresh machine to a trained MoE.   make test: a fresh machine to green.
-# TORCH picks the build. The pin is what the measurements in docs/ were made with.
+# make train: install and train a small MoE.   make test: install and run all checks.
+# TORCH selects the PyTorch build; the pinned version is the one used for the measurements in docs/.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 MODULE ?= deepseek_v3
@@ -11,20 +11,20 @@ READY := .venv/.ready
 .DEFAULT_GOAL := help
 .PHONY: help train test test-slow lint types unit format clean
 
-help:  ## this list
+help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
 
-# torch first, so that nothing later pulls in another build of it.
+# Install torch first, so that no dependency pulls in another build.
 $(READY): pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet '$(TORCH)'
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	@touch $@
 
-train: $(READY)  ## install if needed, then train the debug model, sample from it and say where the run is
+train: $(READY)  ## install if needed, then train the debug model and sample from it
 	$(BIN)/spurline train --module $(MODULE) --config $(CONFIG) $(ARGS)
 
-test: lint types unit  ## install if needed, then lint, type check and the tests
+test: lint types unit  ## install if needed, then lint, type check and test
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -36,13 +36,13 @@ types: $(READY)
 unit: $(READY)
 	$(BIN)/pytest -m 'not slow'
 
-test-slow: $(READY)  ## the suites that take many minutes, and properties on examples they have not met
+test-slow: $(READY)  ## run the slow tests, and property tests with new random examples
 	$(BIN)/pytest -m slow --timeout=3600
 	$(BIN)/pytest -m 'hypothesis and not slow' --hypothesis-profile=new --timeout=3600
 
-format: $(READY)  ## what pre-commit does
+format: $(READY)  ## fix lint and formatting, like pre-commit
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-clean:  ## remove the environment and the caches, keep outputs/
+clean:  ## remove the environment and caches; keeps outputs/
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis

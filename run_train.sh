@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Train on several ranks of this machine, with torchrun.
+# Train on several local ranks with torchrun.
 #
 #   NGPU=4 MODULE=deepseek_v3 CONFIG=deepseek_v3_debugmodel ./run_train.sh --parallelism.expert_parallel_degree 2
 #
-# NGPU      ranks: one per GPU, or as many CPU processes       (default 2)
-# MODULE    model family, CONFIG its preset                    (`spurline configs` lists them)
+# NGPU      number of ranks: one per GPU, or CPU processes     (default 2)
+# MODULE    model family                                       (default deepseek_v3)
+# CONFIG    preset of that family; see `spurline configs`      (default deepseek_v3_debugmodel)
 # LOG_RANK  ranks whose output is shown, comma-separated       (default 0)
-# Everything after the script's name goes to `spurline train`.
+# All arguments are passed to `spurline train`.
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -26,10 +27,10 @@ for option in "$@"; do
     -h | --help | --dry-run | --dry_run) WORLD_SIZE=$NGPU exec "${bin}spurline" "${train[@]}" ;;
     esac
 done
-# Whatever is wrong with the options is told here: once, and before any rank starts.
+# Report errors in the options once, before any rank starts.
 WORLD_SIZE=$NGPU "${bin}spurline" "${train[@]}" --dry-run >/dev/null
 
-# CPU ranks share the cores: one thread each, which torchrun would choose too, but not without a warning.
+# CPU ranks share the cores: one thread each. This is torchrun's default too, but it prints a warning.
 if ((NGPU > 1)); then export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}; fi
 exec "${bin}torchrun" --nproc-per-node "$NGPU" --rdzv-backend c10d --rdzv-endpoint localhost:0 \
     --local-ranks-filter "$LOG_RANK" --role rank --tee 3 -m spurline "${train[@]}"
