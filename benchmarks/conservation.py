@@ -17,8 +17,8 @@ from spurline import MoE, MoEConfig, parallelize_moe
 from spurline.testing import run_ranks
 
 SIZES = {
-    "small  (D 256, F 256, 8 experts, K 3, 1024 tokens a rank)": (MoEConfig(256, 256, 8, 3), 1024),
-    "medium (D 1024, F 512, 16 experts, K 4, 512 tokens a rank)": (MoEConfig(1024, 512, 16, 4), 512),
+    "small  (D 256, F 256, 8 experts, K 3, 1024 tokens per rank)": (MoEConfig(256, 256, 8, 3), 1024),
+    "medium (D 1024, F 512, 16 experts, K 4, 512 tokens per rank)": (MoEConfig(1024, 512, 16, 4), 512),
 }
 REPETITIONS = 15
 

@@ -119,7 +119,7 @@ class Verifier:
         return self._references[key]
 
 
-# By kind and name, as a rank returns them for a step.
+# Errors of one step on one rank, by kind and name.
 _Errors = dict[str, dict[str, float]]
 
 
