@@ -320,7 +320,7 @@ BAD = {
     "empty folder": ("--data.path hollow", "data.pattern '*' matches no file in data.path 'hollow'"),
     "no file that matches": ("--data.pattern *.md", "data.pattern '*.md' matches no file in data.path 'text'"),
     "empty data": ("--data.path empty", "data.path 'empty' has no text"),
-    "too little data": ("--data.path short", "has 6 tokens, and one training window needs 17"),
+    "too little data": ("--data.path short", "has 6 tokens, but one training window needs 17"),
     "binary data": ("--data.path binary", "is not UTF-8 text (a NUL byte at offset 1)"),
     "file in the way": ("--job.dump_folder short/run", "job.dump_folder short/run: {folder}/short is a file"),
     "dangling link in the way": ("--job.dump_folder dangling", "job.dump_folder dangling: can't make this folder"),
