@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from difflib import get_close_matches
 from importlib import import_module
 
+from spurline.spelling import nearest
 from spurline.version import __version__
 
 # name: (help line, "module:function"); the function takes the command's arguments and returns an exit code.
@@ -63,8 +63,8 @@ def _run(argv: list[str]) -> int:
         print(f"spurline {__version__}")
         return 0
     if name not in COMMANDS:
-        near = get_close_matches(name, COMMANDS, n=1)
-        hint = f"Did you mean {near[0]}?" if near else f"Commands: {', '.join(COMMANDS)}"
+        near = nearest(name, COMMANDS)
+        hint = f"Did you mean {near}?" if near else f"Commands: {', '.join(COMMANDS)}"
         print(f"spurline: unknown command {name!r}. {hint}", file=sys.stderr)
         return 2
     module, function = COMMANDS[name][1].split(":")

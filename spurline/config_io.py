@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import types
-from collections.abc import Iterable
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from spurline.config import RunConfig
+from spurline.files import write_file
 from spurline.models import family_configs, family_names
+from spurline.spelling import did_you_mean
 
 
 class ConfigError(ValueError):
@@ -30,14 +29,7 @@ def to_json(module: str, config_name: str, run_config: RunConfig[Any]) -> str:
 
 
 def save(path: str | Path, module: str, config_name: str, run_config: RunConfig[Any]) -> None:
-    """Write `path` atomically: to a temporary file that is then renamed."""
-    path = Path(path)
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        temporary.write_text(to_json(module, config_name, run_config), encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_file(path, to_json(module, config_name, run_config))
 
 
 def load(path: str | Path) -> tuple[str, str, RunConfig[Any]]:
@@ -70,12 +62,6 @@ def not_among(name: str, given: Any, choices: list[str]) -> list[str]:
         return []
     what = f"{name}: there is no {given!r}{did_you_mean(str(given), choices)}" if given else f"{name} is missing."
     return [f"{what} Choose from: {', '.join(choices)}"]
-
-
-def did_you_mean(name: str, choices: Iterable[str], prefix: str = "") -> str:
-    """A sentence that suggests the closest match to `name`; only a period if there is none."""
-    near = get_close_matches(name, list(choices), n=1)
-    return f". Did you mean {prefix}{near[0]}?" if near else "."
 
 
 def expected(hint: Any, none: str = "None") -> str:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Collection, Mapping
-from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
 from typing import Any, TypeVar
+
+from spurline.spelling import did_you_mean
 
 T = TypeVar("T")
 
@@ -25,9 +26,8 @@ def unknown(kind: str, name: str, known: Collection[str]) -> list[str]:
     """An error that suggests the closest known name; empty if `name` is known."""
     if name in known:
         return []
-    near = get_close_matches(name, known, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    return [f"{kind} {name!r} is not known.{hint} Choose from: {', '.join(sorted(known))} (--import loads your own)"]
+    hint = did_you_mean(name, known)
+    return [f"{kind} {name!r} is not known{hint} Choose from: {', '.join(sorted(known))} (--import loads your own)"]
 
 
 def resolve(kind: str, name: str, known: Mapping[str, Any]) -> Any:

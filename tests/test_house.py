@@ -23,6 +23,7 @@ FLOORS = [
     ["spurline.data", "spurline.moe"],
     ["spurline.comm", "spurline.config", "spurline.device"],
     ["spurline.ops", "spurline.parameter_rules", "spurline.registry", "spurline.version"],
+    ["spurline.files", "spurline.spelling"],
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from fractions import Fraction
@@ -23,6 +22,7 @@ from spurline.data.stream import DocumentStream
 from spurline.data.tokenizer import Tokenizer, token_dtype
 from spurline.data.tokenizer_file import FileTokenizer
 from spurline.data.workers import map_in_order
+from spurline.files import new_folder
 
 BATCH_CHARACTERS = 2**20
 SHARD_TOKENS = 2**27
@@ -44,22 +44,17 @@ def prepare(
     out = os.path.abspath(os.path.expanduser(out))
     if problem := folder_problem(out):
         raise ValueError(problem)
-    # Hidden, so that it is not read as data if `out` is inside a source folder.
-    temporary = os.path.join(os.path.dirname(out), f".{os.path.basename(out)}.tmp-{os.getpid()}")
+    shares = [str(weight) for weight in weights] or [""] * len(sources)
     try:
-        os.makedirs(temporary)
-        shares = [str(weight) for weight in weights] or [""] * len(sources)
-        stored = [
-            _write_source(temporary, number, data, share, tokenizer, num_workers, partial(advance, data))
-            for number, (data, share) in enumerate(zip(sources, shares, strict=True))
-        ]
-        index = _write_index(temporary, tokenizer, stored)
-        os.rename(temporary, out)
+        # Its name is hidden, so that it is no part of a source in which `out` may lie.
+        with new_folder(out) as folder:
+            stored = [
+                _write_source(str(folder), number, data, share, tokenizer, num_workers, partial(advance, data))
+                for number, (data, share) in enumerate(zip(sources, shares, strict=True))
+            ]
+            return _write_index(str(folder), tokenizer, stored)
     except OSError as error:
         raise ValueError(f"can't write {out!r}: {error.strerror or error}. Nothing was written") from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return index
 
 
 def folder_problem(out: str) -> str:

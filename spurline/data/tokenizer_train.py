@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 
 from spurline.data.formats import Document
 from spurline.data.tokenizer_file import FileTokenizer, import_tokenizers
+from spurline.files import write_file
 
 BOUNDARY_TOKEN = "<|endoftext|>"
 SMALLEST_VOCAB = 257
@@ -35,17 +35,11 @@ def train_bpe(documents: Iterable[Document], vocab_size: int, show_progress: boo
 
 
 def save_tokenizer(tokenizer: FileTokenizer, path: str) -> None:
-    """Write the JSON file atomically: to a temporary file that is then renamed."""
-    temporary = f"{path}.tmp-{os.getpid()}"
+    """Write the tokenizer as a JSON file, complete or not at all; a ValueError says why it can't be written."""
     try:
-        with open(temporary, "x", encoding="utf-8") as file:
-            file.write(tokenizer.content)
-        os.rename(temporary, path)
+        write_file(path, tokenizer.content)
     except OSError as error:
         raise ValueError(f"can't write {path!r}: {error.strerror}") from None
-    finally:
-        if os.path.exists(temporary):
-            os.unlink(temporary)
 
 
 def _chunks(documents: Iterable[Document]) -> Iterator[str]:

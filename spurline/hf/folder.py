@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from spurline import files
 from spurline.config_io import ConfigError
 from spurline.hf.safetensors_file import Stored, read_header
 
@@ -100,25 +100,11 @@ def copy_tokenizer(source: Path, target: Path) -> list[str]:
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A temporary folder that is renamed to `out` on success and removed, with new parent folders, on failure."""
+    """A temporary folder that becomes `out` at the end of the block; after an error, a ValueError, nothing is left."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists and is not an empty folder: choose another name or remove it")
-    path = out.absolute()
-    made = [parent for parent in path.parents if not parent.exists()]
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    done = False
     try:
-        temporary.mkdir(parents=True)
-        yield temporary
-        if path.exists():
-            path.rmdir()
-        temporary.rename(path)
-        done = True
+        with files.new_folder(out) as temporary:
+            yield temporary
     except OSError as error:
         raise ValueError(f"{error.filename or out}: {error.strerror or error}") from error
-    finally:
-        if not done:
-            shutil.rmtree(temporary, ignore_errors=True)
-            for parent in made:
-                if parent.exists() and not any(parent.iterdir()):
-                    parent.rmdir()

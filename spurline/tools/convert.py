@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.console import Console
 
-from spurline.config_io import ConfigError, did_you_mean
+from spurline.config_io import ConfigError
+from spurline.spelling import did_you_mean
 from spurline.tools.console import complain
 from spurline.tools.parsing import UserPackage, described, load_user_code, parse, split_options
 from spurline.tools.train import raised_by_us

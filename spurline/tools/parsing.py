@@ -6,13 +6,13 @@ import contextlib
 import dataclasses
 import io
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
 
 import tyro
 
 from spurline.config_io import expected
 from spurline.plugins import load_plugins
+from spurline.spelling import nearest
 
 T = TypeVar("T")
 
@@ -131,8 +131,8 @@ def _diagnose(default: Any, argv: list[str], prog: str) -> tuple[list[str], list
 def _suggestion(name: str, types: dict[str, Any], prog: str) -> str:
     """Suggest the option of the same name in another section (`training.seq_len` for `seq_len`), else the closest."""
     same_leaf = [known for known in types if known.rpartition(".")[2] == name.rpartition(".")[2]]
-    near = get_close_matches(name, same_leaf, n=1, cutoff=0.0) or get_close_matches(name, types, n=1)
-    return f". Did you mean --{near[0]}?" if near else f" ({prog} --help lists them)"
+    near = nearest(name, same_leaf, cutoff=0.0) or nearest(name, types)
+    return f". Did you mean --{near}?" if near else f" ({prog} --help lists them)"
 
 
 def _value_error(option: Given, types: dict[str, Any]) -> str:

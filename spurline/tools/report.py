@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from spurline.files import write_file
 from spurline.report.page import make_page
 from spurline.report.read import read_runs
 from spurline.tools.console import complain
@@ -57,10 +57,5 @@ def write_report(folders: list[str], out: str = "") -> Path:
         raise ValueError(f"--out {path} is a folder: give a file name")
     if not path.absolute().parent.is_dir():
         raise ValueError(f"{path}: there is no folder {path.parent}")
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        temporary.write_text(page, encoding="utf-8", newline="\n")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_file(path, page)
     return path

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from spurline.config_io import did_you_mean
+from spurline.spelling import did_you_mean
 from spurline.tools.console import complain
 from spurline.tools.parsing import option_types, parse, split_options, wants_help
 from spurline.tools.train import raised_by_us

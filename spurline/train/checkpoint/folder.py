@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from spurline.data.prepared_index import StoredFile, content_problem
+from spurline.files import publish
 
 RECORD = "checkpoint.json"
 VERSION = 1
@@ -110,11 +111,9 @@ class CheckpointFolder:
         """Make a checkpoint of the temporary folder of its step, whose files are all written."""
         temporary, path = self.temporary(record.step), self.at(record.step)
         write_record(temporary, record)
-        _sync(temporary)
         if path.exists():
             path.rename(self._aside(record.step))
-        temporary.rename(path)
-        _sync(self.path)
+        publish(temporary, path)
         shutil.rmtree(self._aside(record.step), ignore_errors=True)
 
     def remove(self, step: int) -> None:
@@ -166,12 +165,3 @@ def read_record(folder: Path) -> Record:
 
 def _sha256(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _sync(folder: Path) -> None:
-    """Have the names in a folder on the disk, not only the files."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from spurline.config import Metrics
+from spurline.files import write_file
 
 
 class Writer(Protocol):
@@ -116,12 +117,9 @@ def _to_json(value: Any) -> Any:
 
 
 def _drop_lines_after(path: Path, step: int) -> None:
-    """Keep the lines of steps up to `step`; the file is replaced at once, so a kill leaves the old one or the new."""
+    """Keep the lines of steps up to `step`."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    kept = "".join(f"{line}\n" for line in lines if _step_of(line) <= step)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(kept, encoding="utf-8", newline="\n")
-    os.replace(temporary, path)
+    write_file(path, "".join(f"{line}\n" for line in lines if _step_of(line) <= step))
 
 
 def _step_of(line: str) -> float:

@@ -1,0 +1,73 @@
+"""Write files and folders so that a reader, and a kill at any moment, finds them complete or not at all. Free of torch.
+
+Everything is written under a temporary name in the same folder, flushed to the disk, and renamed. The rename is atomic
+on POSIX file systems.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def write_file(path: str | os.PathLike[str], content: str) -> None:
+    """Write `content` as UTF-8 with the line ends it has; an existing file is replaced, or kept if writing fails."""
+    temporary = temporary_name(path)
+    try:
+        with open(temporary, "w", encoding="utf-8", newline="\n") as file:
+            file.write(content)
+        publish(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def new_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield a temporary folder that is renamed to `path` at the end of the block; after an error nothing is left.
+
+    `path` is new or an empty folder. Parent folders that are missing are created, and removed again after an error.
+    """
+    path = Path(path).absolute()
+    temporary = temporary_name(path)
+    created = [parent for parent in path.parents if not parent.exists()]
+    try:
+        os.makedirs(temporary)
+        yield temporary
+        for file in temporary.rglob("*"):
+            sync(file)
+        if path.exists():
+            path.rmdir()
+        publish(temporary, path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        for parent in created:
+            if parent.exists() and not any(parent.iterdir()):
+                parent.rmdir()
+        raise
+
+
+def publish(temporary: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
+    """Rename a file or folder that is complete; both it and its new name are on the disk when this returns."""
+    sync(temporary)
+    os.replace(temporary, path)
+    sync(Path(path).absolute().parent)
+
+
+def sync(path: str | os.PathLike[str]) -> None:
+    """Flush a file, or the names in a folder, to the disk."""
+    if os.path.isdir(path) and not hasattr(os, "O_DIRECTORY"):
+        return  # Windows has no way to open a folder, and does not need it
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def temporary_name(path: str | os.PathLike[str]) -> Path:
+    """A hidden name beside `path` that no other process uses."""
+    path = Path(path)
+    return path.with_name(f".{path.name}.{os.getpid()}.tmp")

@@ -1,0 +1,12 @@
+from spurline.spelling import did_you_mean, nearest
+
+
+def test_the_nearest_choice_is_suggested_with_its_prefix():
+    assert did_you_mean("stepz", ["seed", "steps", "dtype"], prefix="--training.") == ". Did you mean --training.steps?"
+    assert did_you_mean("zzz", ["seed", "steps"]) == "."
+
+
+def test_the_cutoff_says_how_far_a_choice_may_be():
+    assert nearest("zzz", ["seed", "steps"]) == ""
+    assert nearest("zzz", ["seed"], cutoff=0.0) == "seed"
+    assert nearest("seed", []) == ""
