@@ -94,6 +94,7 @@ def update_expert_bias(model: nn.Module, group: ProcessGroup | None = None) -> d
             count_E = count_by_layer[name].float()
             move_E = torch.sign(count_E.mean() - count_E)
             router.expert_bias_E += rate * (move_E - move_E.mean())
+        router.step_count_E = count_by_layer[name]
         router.row_count_E.zero_()
     return count_by_layer
 

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from spurline.comm.gradients import local
+from spurline.comm.metrics import Metric
 from spurline.moe.balance import attach_loss, balance_loss, count_rows_by_sequence
 from spurline.moe.config import MoEConfig
+from spurline.moe.metrics import router_metrics
 from spurline.moe.routing import Routing
 from spurline.ops.functional import accumulate_once, stable_topk
 
@@ -26,12 +28,14 @@ class Router(nn.Module):
     row_count_E: Tensor
     balance_loss: Tensor
     token_weight: Tensor
+    metrics_of_parent = True  # they are those of the MoE layer
 
     def __init__(self, config: MoEConfig, init_std: float = 0.02) -> None:
         super().__init__()
         self.config = config
         self.init_std = init_std
         self.balance_group: ProcessGroup | None = None  # the ranks whose tokens a balance loss takes as one batch
+        self.step_count_E: Tensor | None = None  # of all ranks, between the last two balance updates
         self.gate_ED = nn.Parameter(torch.empty(config.num_experts, config.dim))
         self.register_buffer("expert_bias_E", torch.empty(config.num_experts, dtype=torch.float32))
         for name, shape, dtype in (
@@ -82,6 +86,12 @@ class Router(nn.Module):
         if self.training and torch.is_grad_enabled() and (config.aux_loss != "none" or config.z_loss_weight):
             weight_TK = self._with_balance_loss(weight_TK, logit_TE, score_TE, expert_TK, num_sequences)
         return Routing(expert_TK, weight_TK, count_E, host_count_E)
+
+    def metrics(self) -> dict[str, Metric]:
+        return router_metrics(self)
+
+    def reset_metrics(self) -> None:
+        self.balance_loss.zero_()
 
     def logits(self, x_TD: Tensor) -> Tensor:
         """(T, D) -> (T, E), in at least fp32: a model in fp64 keeps its precision."""

@@ -1,0 +1,151 @@
+"""Metrics that modules offer as device tensors: reduced over ranks in one collective, read in one copy.
+
+A metric is one method in one file. Any module of a model may have
+
+    def metrics(self) -> dict[str, Metric]:      # of the step that was just taken
+        return {"gate_norm": Metric(self.gate.detach().norm(), "mean")}
+
+    def reset_metrics(self) -> None:             # optional; the trainer calls it before every step
+        self.total.zero_()
+
+and its numbers are in metrics.jsonl, TensorBoard and the report, by the path of the module. All ranks must offer the
+same metrics. N numbers in all metrics, M of them reduced by max or min, R ranks.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+Reduction = Literal["same", "sum", "mean", "max", "min"]
+"""How the ranks' values become one; `same` is for a value that every rank has already, and is not communicated."""
+_ORDER = get_args(Reduction)
+
+
+@dataclass(frozen=True)
+class Metric:
+    value: Tensor
+    """A number or a tensor of them, on any device. Integers are exact up to 2**53."""
+    reduction: Reduction
+    per_layer: bool = True
+    """False: the numbers of all modules that offer it are reduced to one for the model, as those of ranks are."""
+
+    def __post_init__(self) -> None:
+        if self.reduction not in _ORDER:
+            raise ValueError(f"a metric's reduction must be one of {', '.join(_ORDER)}, got {self.reduction!r}")
+        if not self.per_layer and (self.reduction == "same" or self.value.numel() != 1):
+            raise ValueError("a metric of the whole model (per_layer=False) must be one number with a reduction")
+
+
+class Offered(NamedTuple):
+    """A metric with its name and the path of the module that offers it."""
+
+    name: str
+    layer: str
+    metric: Metric
+
+
+def collect_metrics(model: nn.Module) -> list[Offered]:
+    """What the modules of a model offer.
+
+    A part that stands for its parent, as the router does for an MoE layer, says so with `metrics_of_parent = True`.
+    """
+    found = []
+    for path, module in model.named_modules():
+        # Of the class, as a submodule may be called `metrics` too.
+        if offer := getattr(type(module), "metrics", None):
+            layer = path.rpartition(".")[0] if getattr(module, "metrics_of_parent", False) else path
+            found += [Offered(name, layer, metric) for name, metric in offer(module).items()]
+    return found
+
+
+def reset_metrics(model: nn.Module) -> None:
+    """Have every module start its metrics of a step anew."""
+    for module in model.modules():
+        if reset := getattr(type(module), "reset_metrics", None):
+            reset(module)
+
+
+class ReducedMetrics:
+    """Metrics of all ranks in one tensor on the device, until `read` copies it to the host."""
+
+    def __init__(self, offered: list[Offered], packed_N: Tensor) -> None:
+        self._offered, self._packed_N = offered, packed_N
+
+    def read(self) -> dict[str, Any]:
+        """The metrics as they stand in a line of metrics.jsonl.
+
+        A metric is `{name: {layer: value}}`; with a name such as "routing/load" it is `{"routing": {layer: {"load":
+        value}}}`; of the model itself, or of all layers together, it is `{name: value}`.
+        """
+        record: dict[str, Any] = {}
+        of_model: dict[str, tuple[str, list[float]]] = {}
+        numbers = self._packed_N.tolist()
+        for name, layer, metric in self._offered:
+            size = metric.value.numel()
+            own, numbers = numbers[:size], numbers[size:]
+            if not metric.value.is_floating_point() and metric.reduction != "mean":
+                own = [int(number) for number in own]
+            if metric.per_layer:
+                _put(record, name, layer, own if metric.value.dim() else own[0])
+            else:
+                of_model.setdefault(name, (metric.reduction, []))[1].extend(own)
+        for name, (reduction, values) in of_model.items():
+            _put(record, name, "", _reduce_on_host(reduction, values))
+        return record
+
+
+@torch.no_grad()
+def reduce_metrics(offered: Iterable[Offered], group: dist.ProcessGroup | None = None) -> ReducedMetrics:
+    """Reduce metrics over the ranks of `group`, in one all-reduce; reads nothing from the device."""
+    ordered = sorted(offered, key=lambda one: _ORDER.index(one.metric.reduction))
+    if not ordered:
+        return ReducedMetrics([], torch.empty(0))
+    # In fp64, integers up to 2**53 and sums of fp32 are exact.
+    packed_N = torch.cat([one.metric.value.detach().flatten().double() for one in ordered])
+    if group is not None and group.size() > 1:
+        numels = [
+            sum(one.metric.value.numel() for one in ordered if one.metric.reduction == reduction)
+            for reduction in _ORDER
+        ]
+        packed_N = _all_reduce_packed(packed_N, numels, group)
+    return ReducedMetrics(ordered, packed_N)
+
+
+def _all_reduce_packed(packed_N: Tensor, numels: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Reduce a tensor that has first the numbers of `same`, then those of `sum`, `mean`, `max` and `min`."""
+    same, sums, means, maxima, minima = packed_N.split(numels)
+    # Each rank writes its maxima into a row of its own, zero on all others: so one sum transports both kinds, and what
+    # is not a number stays visible, as it would not in a max of the collective library.
+    slots_RM = packed_N.new_zeros(group.size(), maxima.numel() + minima.numel())
+    slots_RM[group.rank()] = torch.cat([maxima, -minima])
+    message = torch.cat([sums, means, slots_RM.flatten()])
+    if message.numel():
+        dist.all_reduce(message, group=group)
+    sums, means, slots = message.split([sums.numel(), means.numel(), slots_RM.numel()])
+    maxima, minima = slots.view_as(slots_RM).amax(0).split([maxima.numel(), minima.numel()])
+    return torch.cat([same, sums, means / group.size(), maxima, -minima])
+
+
+def _reduce_on_host(reduction: str, values: list[float]) -> float:
+    if reduction in ("max", "min"):
+        return float("nan") if any(value != value for value in values) else (max if reduction == "max" else min)(values)
+    return sum(values) if reduction == "sum" else statistics.fmean(values)
+
+
+def _put(record: dict[str, Any], name: str, layer: str, value: Any) -> None:
+    group, _, key = name.partition("/")
+    *path, last = [part for part in (group, layer, key) if part]
+    for part in path:
+        record = record.setdefault(part, {})
+        if not isinstance(record, dict):
+            raise ValueError(f"metric {name!r}: {part!r} is a number already, of another module")
+    if last in record:
+        raise ValueError(f"metric {name!r} of {layer or 'the model'} is offered twice: choose another name")
+    record[last] = value
