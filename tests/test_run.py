@@ -11,7 +11,7 @@ import torch
 
 from spurline import config_io
 from spurline.cli import main
-from spurline.train import trainer as trainer_module
+from spurline.train import run as run_module
 from spurline.train.checkpoint.manager import Checkpoints
 from spurline.train.trainer import Trainer
 
@@ -86,13 +86,13 @@ def spurline(folder, monkeypatch, capsys):
     """Runs `spurline train` with these options in this process."""
     built = []
 
-    make_trainer = trainer_module.make_trainer
+    make_trainer = run_module.make_trainer
 
     def noted(config, world):
         built.append(make_trainer(config, world))
         return built[-1]
 
-    monkeypatch.setattr(trainer_module, "make_trainer", noted)
+    monkeypatch.setattr(run_module, "make_trainer", noted)
 
     def run(*options):
         built.clear()
@@ -221,9 +221,9 @@ def assert_is_the_uninterrupted_run(train, folder, resumed):
 
 
 def test_stopped_run_goes_on_as_if_it_had_never_stopped(train, folder):
-    assert "going on" not in train(*CHECKPOINT, "--debug.stop_after", "4").out
+    assert "resuming" not in train(*CHECKPOINT, "--debug.stop_after", "4").out
     resumed = train(*CHECKPOINT)
-    assert "going on from the checkpoint of step 4" in resumed.out
+    assert "resuming from the checkpoint of step 4" in resumed.out
     assert "step 4/8" not in resumed.out
     assert_is_the_uninterrupted_run(train, folder, resumed)
     before = (folder / "run" / "metrics.jsonl").read_text()
@@ -253,7 +253,7 @@ def test_killed_run_goes_on_from_its_last_checkpoint_with_each_step_once(folder,
         interrupt_after(patch, owner, name, at_step)
         assert train(*CHECKPOINT).code == 130
     resumed = train(*CHECKPOINT)
-    assert ("going on" in resumed.out) == (done is not None)
+    assert ("resuming" in resumed.out) == (done is not None)
     assert f"step {(done or 0) + 1}/8" in resumed.out
     assert_is_the_uninterrupted_run(train, folder, resumed)
 
@@ -262,7 +262,7 @@ def test_compiled_run_goes_on_from_the_checkpoint_of_an_eager_one(train, folder)
     train(*CHECKPOINT, "--debug.stop_after", "4")
     resumed = train(*CHECKPOINT, "--compile.enable", "--compile.backend", "aot_eager")
     torch._dynamo.reset()
-    assert "going on from the checkpoint of step 4" in resumed.out
+    assert "resuming from the checkpoint of step 4" in resumed.out
     train("--job.dump_folder", "eager")
     for actual, expected in zip(metrics_of(folder / "run"), metrics_of(folder / "eager"), strict=True):
         assert actual["loss"] == pytest.approx(expected["loss"], abs=1e-5)
@@ -356,7 +356,7 @@ def test_bad_input_is_one_clear_line_and_nothing_is_written(train, folder, case)
 def test_sample_that_the_output_can_not_encode_does_not_spoil_the_run(train, folder, monkeypatch):
     output = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", output)
-    monkeypatch.setattr(Trainer, "sample", lambda self: "naïve\ufffd")
+    monkeypatch.setattr(run_module, "sample_text", lambda trainer: "naïve\ufffd")
     assert train("--debug.stop_after", "1").code == 0
     written = output.buffer.getvalue().decode("ascii")
     assert "na?ve?\n" in written

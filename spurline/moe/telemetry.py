@@ -1,4 +1,4 @@
-"""Fast-path counters: which path ran, how often, with how much padding. And what row counts say about routing.
+"""Fast-path counters: which path ran, how often, with how much padding.
 
 Off by default and then free: a counted method is wrapped when counters are switched on, and untouched before.
 SPURLINE_COUNTERS=1 (or true, yes, on, rank0) switches them on for rank 0, `0,3` or `rank3` for the ranks named, `all`
@@ -8,11 +8,10 @@ for every rank; `0`, `false`, `no` and `off` leave them off. Each rank prints on
 
 import atexit
 import functools
-import math
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -107,17 +106,3 @@ def _print_line(rank: int) -> None:
 
 
 _enable_from_environment()
-
-
-def routing_statistics(rows_per_expert: Sequence[float]) -> dict[str, float]:
-    """How even the routing is: load (max over mean), entropy (1 = even, 0 = one expert), dead experts."""
-    total = sum(rows_per_expert)
-    if not total:
-        return {"load": 0.0, "entropy": 0.0, "dead_experts": float(len(rows_per_expert))}
-    shares = [rows / total for rows in rows_per_expert if rows]
-    entropy = -sum(share * math.log(share) for share in shares)
-    return {
-        "load": max(rows_per_expert) * len(rows_per_expert) / total,
-        "entropy": entropy / math.log(len(rows_per_expert)) if len(rows_per_expert) > 1 else 1.0,
-        "dead_experts": float(len(rows_per_expert) - len(shares)),
-    }

@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for characters that the terminal can't encode
     try:
-        from spurline.train.trainer import train  # imports torch, which is slow: only once the options are valid
+        from spurline.train.run import train  # imports torch, which is slow: only once the options are valid
 
         folder = train(command.module, command.config, run_config)
         is_first = os.environ.get("RANK", "0") == "0"

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,6 +15,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from spurline.moe import MoE
 from spurline.parallel.blocks import blocks_of
+from spurline.train.setup import is_model_compiled
+
+if TYPE_CHECKING:
+    from spurline.train.trainer import Trainer
 
 _MARK = "layer: "
 _ENGINE = "autograd::engine::evaluate_function: "
@@ -79,6 +83,16 @@ class StepProfiler:
             activities += torch.profiler.supported_activities() - set(activities)
         self._profile = profile(activities=activities)
         self._profile.start()
+
+
+def make_profiler(trainer: Trainer) -> StepProfiler | None:
+    """The profiler that the config asks for, on the first rank."""
+    config = trainer.config
+    if not config.profile.enable or not trainer.world.is_first:
+        return None
+    model = None if is_model_compiled(config) else trainer.model
+    first = config.profile.first_step
+    return StepProfiler(model, Path(config.job.dump_folder) / "profile", first, first + config.profile.steps)
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

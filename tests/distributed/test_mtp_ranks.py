@@ -42,7 +42,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 def first_step(trainer: Trainer) -> dict[str, Tensor]:
     """The loss, the rows of every expert, and the whole gradient of every parameter by name."""
-    record = trainer.step(1)
+    record = trainer.step(1).read()
     results = {"loss": torch.tensor(record["loss"])}
     results |= {f"rows of {name}": torch.tensor(rows) for name, rows in record["expert_load"].items()}
     # AdamW's mean after one step is the gradient, times a constant.

@@ -64,7 +64,7 @@ def loss_and_gradients(config: RunConfig[Any], world: World) -> dict[str, Tensor
     sequences: Any = Sequences()
     data = DataSets(PictureTokenizer(ByteTokenizer()), sequences, validation=None, num_documents=0, num_tokens=0)
     trainer = make_trainer(config, world, data)
-    loss = torch.tensor(trainer.step(1)["loss"])
+    loss = torch.tensor(trainer.step(1).read()["loss"])
     # AdamW's mean after one step is the gradient, times a constant.
     means = {name: trainer.optimizer.state[p]["exp_avg"] for name, p in trainer.model.named_parameters()}
     return {"loss": loss} | {name: m.full_tensor() if isinstance(m, DTensor) else m for name, m in means.items()}

@@ -22,9 +22,11 @@ from spurline.models.deepseek_v3.configs import DeepSeekV3Config
 from spurline.models.qwen3_vl.configs import qwen3_vl_debugmodel_moe
 from spurline.moe.config import MoEConfig
 from spurline.testing import RankPool
-from spurline.train import trainer as trainer_module
+from spurline.train import run as run_module
 from spurline.train.checkpoint.writer import ChecksummedStream
-from spurline.train.trainer import Trainer, make_trainer, train
+from spurline.train.metrics.step_metrics import StepMetrics
+from spurline.train.run import train
+from spurline.train.trainer import Trainer, make_trainer
 
 SEQUENCES = 8
 # What a run repeats exactly; the others are time and memory.
@@ -99,7 +101,7 @@ def run(rank: int, config: RunConfig[Any], sigterm_after: int = 0, of_rank: int 
         made.append(trainer)
         step, micro_batches, sample_ids = trainer.step, trainer.micro_batches, trainer.data.train.sample_ids
 
-        def signalled(number: int) -> dict[str, Any]:
+        def signalled(number: int) -> StepMetrics:
             if number == sigterm_after and rank == of_rank:
                 os.kill(os.getpid(), signal.SIGTERM)
             return step(number)
@@ -118,7 +120,7 @@ def run(rank: int, config: RunConfig[Any], sigterm_after: int = 0, of_rank: int 
     size = dist.get_world_size() if dist.is_initialized() else 1
     with (
         mock.patch.dict(os.environ, {"WORLD_SIZE": str(size)}),
-        mock.patch.object(trainer_module, "make_trainer", noted),
+        mock.patch.object(run_module, "make_trainer", noted),
         contextlib.redirect_stdout(out),
     ):
         train("deepseek_v3", "deepseek_v3_debugmodel", config)
@@ -164,10 +166,10 @@ def check_resume(ranks: RankPool, layout: Layout, config: RunConfig[Any], tmp_pa
     whole = run_all(ranks, layout, replace(config, job=Job(str(tmp_path / "whole"))))
     config = replace(config, job=Job(str(tmp_path / "stopped")))
     stopped = run_all(ranks, layout, config, sigterm_after=3, of_rank=layout.world - 1)
-    assert "stopped after step 3, as a signal asked for it: the same command goes on from there" in stopped[0].out
+    assert "stopped after step 3 (SIGTERM received); run the same command to resume" in stopped[0].out
     assert [record["step"] for record in records_of(tmp_path / "stopped")] == [1, 2, 3]
     resumed = run_all(ranks, layout, config)
-    assert "going on from the checkpoint of step 3" in resumed[0].out
+    assert "resuming from the checkpoint of step 3" in resumed[0].out
     assert records_of(tmp_path / "stopped") == records_of(tmp_path / "whole")
     for actual, expected in zip(resumed, whole, strict=True):
         assert [
@@ -181,7 +183,7 @@ def chain(ranks: RankPool, text: str, folder: Path, layouts: list[tuple[Layout, 
     for number, (layout, backend) in enumerate(layouts, 1):
         config = replace(make_config(text, folder, layout, backend), debug=Debug(stop_after=2 * number))
         outcomes = run_all(ranks, layout, config)
-        assert ("going on from the checkpoint" in outcomes[0].out) == (number > 1)
+        assert ("resuming from the checkpoint" in outcomes[0].out) == (number > 1)
         for outcome in outcomes[:: layout.tp]:  # the ranks of a tp group read the same
             for step, ids in outcome.ids_by_step.items():
                 ids_by_step.setdefault(step, []).extend(ids)
@@ -234,7 +236,7 @@ def test_a_full_disk_on_one_rank_ends_all_with_its_message(
     reason = f"No space left on device (rank {full_on}). The older ones are as they were"
     assert told == [f"can't write the checkpoint of step 4: {reason}"] * 2
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000002"]
-    assert "going on from the checkpoint of step 2" in run_all(ranks, layout, config)[0].out
+    assert "resuming from the checkpoint of step 2" in run_all(ranks, layout, config)[0].out
 
 
 def test_damage_is_found_by_all_ranks_together(ranks: RankPool, text: str, tmp_path: Path) -> None:

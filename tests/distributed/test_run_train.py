@@ -95,7 +95,7 @@ def test_two_ranks_train_like_one_and_only_the_first_is_heard(start: Start, text
     assert done.stderr == ""
     lines = done.stdout.splitlines()
     assert all(line.startswith("[rank0]:") for line in lines)
-    assert "[rank0]:3 steps of 256 tokens on 2 ranks (tp 2, ep 2), threads a rank: 1, freed memory is kept" in lines
+    assert "[rank0]:3 steps of 256 tokens on 2 ranks (tp 2, ep 2), threads per rank: 1, freed memory is kept" in lines
     folder = text.parent / "ranks"
     assert lines[-2:] == [f"[rank0]:run folder: {folder}", f"[rank0]:report: {folder / 'report.html'}"]
 

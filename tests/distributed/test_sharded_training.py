@@ -23,7 +23,10 @@ from spurline.moe.config import MoEConfig
 from spurline.parallel.world import World, joined_world
 from spurline.testing import RankPool
 from spurline.testing.equivalence import relative_error
-from spurline.train.trainer import make_trainer, train
+from spurline.train.run import train
+from spurline.train.sample import sample_text
+from spurline.train.trainer import make_trainer
+from spurline.train.validation import validation_loss
 
 SEQUENCES = 8
 """In a step, over all ranks."""
@@ -166,13 +169,13 @@ def run(config: RunConfig[Any], world: World, num_steps: int) -> Run:
     initial = {name: whole(tensor) for name, tensor in trainer.model.state_dict().items()}
     records, graphs, gradients = [], [], {}
     for step in range(1, num_steps + 1):
-        records.append(trainer.step(step))
+        records.append(trainer.step(step).read())
         graphs.append(num_graphs())
         if step == 1:
             # AdamW's mean after one step is the gradient, times a constant.
             means = {name: trainer.optimizer.state[p]["exp_avg"] for name, p in trainer.model.named_parameters()}
             gradients = {name: whole(mean) / (1 - config.optimizer.beta1) for name, mean in means.items()}
-    return Run(initial, gradients, records, trainer.validation_loss(), trainer.sample(), graphs)
+    return Run(initial, gradients, records, validation_loss(trainer), sample_text(trainer), graphs)
 
 
 @contextlib.contextmanager
@@ -386,7 +389,7 @@ def train_on_rank(rank: int, config: RunConfig[Any]) -> tuple[str, dict[str, Ten
     out = io.StringIO()
     with (
         environment_of_torchrun(),
-        mock.patch("spurline.train.trainer.make_trainer", noted),
+        mock.patch("spurline.train.run.make_trainer", noted),
         contextlib.redirect_stdout(out),
     ):
         train("deepseek_v3", "deepseek_v3_debugmodel", config)
@@ -414,7 +417,7 @@ def test_stopped_run_goes_on_as_if_it_had_never_stopped(ranks: RankPool, make_co
     uninterrupted = ranks.run(train_on_rank, 2, config("whole"))
     ranks.run(train_on_rank, 2, config("stopped", stop_after=3))
     resumed = ranks.run(train_on_rank, 2, config("stopped"))
-    assert "going on from the checkpoint of step 3" in resumed[0][0]
+    assert "resuming from the checkpoint of step 3" in resumed[0][0]
     assert records_of(tmp_path / "stopped") == records_of(tmp_path / "whole")
     for (_, actual), (_, expected) in zip(resumed, uninterrupted, strict=True):
         assert [name for name in expected if not torch.equal(actual[name], expected[name])] == []
@@ -434,9 +437,7 @@ def test_two_calls_compile_too_and_the_first_rank_says_what_that_costs(
     (first, _), (second, _) = ranks.run(train_on_rank, 2, config, timeout=120)
     assert second == ""
     about_graphs = [line for line in first.splitlines() if "graph" in line]
-    assert about_graphs == [
-        "experts are FSDP units of their own, so their blocks compile in several graphs instead of one"
-    ]
+    assert about_graphs == ["experts are separate FSDP units, so blocks with experts compile into several graphs"]
     for record, one_rank in zip(records_of(tmp_path), run_alone(make_config(**options), 3).records, strict=True):
         assert record["loss"] == pytest.approx(one_rank["loss"], rel=1e-5)
         assert record["grad_norm"] == pytest.approx(one_rank["grad_norm"], rel=1e-4)

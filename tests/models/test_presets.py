@@ -112,7 +112,7 @@ def test_debug_preset_learns_from_the_byte_tokenizer(name, tmp_path):
     config = PRESETS[name][1]()
     small = replace(config.training, steps=12, seq_len=32, local_batch_size=4, threads=1)
     trainer = make_trainer(replace(config, training=small, data=Data(path=str(text))))
-    losses = [trainer.step(step)["loss"] for step in range(1, 13)]
+    losses = [trainer.step(step).read()["loss"] for step in range(1, 13)]
     assert losses[-1] < losses[0] - 1
 
 

@@ -176,7 +176,7 @@ def test_learns_to_say_what_a_picture_shows():
         data=Data(kind="pictures"),
     )
     trainer = make_trainer(config)
-    losses = [trainer.step(step)["loss"] for step in range(1, 201)]
+    losses = [trainer.step(step).read()["loss"] for step in range(1, 201)]
     assert losses[0] > 5
     assert sum(losses[-10:]) / 10 < 0.2
     right, wrong = caption_losses(trainer)

@@ -138,9 +138,3 @@ def exit_line(script: str, wanted: str, rank: str) -> list[str]:
     environment = os.environ | {"SPURLINE_COUNTERS": wanted, "RANK": rank}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
     return [line for line in done.stderr.splitlines() if "counters" in line]
-
-
-def test_routing_statistics() -> None:
-    assert telemetry.routing_statistics([2, 2, 2, 2]) == {"load": 1.0, "entropy": 1.0, "dead_experts": 0.0}
-    assert telemetry.routing_statistics([8, 0, 0, 0]) == {"load": 4.0, "entropy": 0.0, "dead_experts": 3.0}
-    assert telemetry.routing_statistics([0, 0]) == {"load": 0.0, "entropy": 0.0, "dead_experts": 2.0}

@@ -23,7 +23,7 @@ def trainer(monkeypatch):
         return Path("where no run is")
 
     stub.train = train
-    monkeypatch.setitem(sys.modules, "spurline.train.trainer", stub)
+    monkeypatch.setitem(sys.modules, "spurline.train.run", stub)
     return stub
 
 

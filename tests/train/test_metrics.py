@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from spurline.device import process_peak_memory_bytes
-from spurline.train.metrics.writers import MetricsWriter, Throughput
+from spurline.train.metrics.jsonl import JsonlWriter
+from spurline.train.metrics.throughput import Throughput
 
 
 def read_lines(folder):
@@ -20,13 +21,13 @@ def read_lines(folder):
 
 
 def write_steps(folder, steps, **options):
-    with MetricsWriter(folder, **options) as writer:
+    with JsonlWriter(folder, **options) as writer:
         for step in steps:
             writer.write({"step": step, "loss": 1.0})
 
 
 def test_a_line_can_be_read_as_soon_as_it_is_written(tmp_path):
-    writer = MetricsWriter(tmp_path)
+    writer = JsonlWriter(tmp_path)
     writer.write({"step": 1, "loss": 2.5})
     assert read_lines(tmp_path) == [{"step": 1, "loss": 2.5}]
     writer.write({"step": 2, "loss": 2.25, "expert_load": {"layers.1": [1.0, 2.0]}})
@@ -35,13 +36,13 @@ def test_a_line_can_be_read_as_soon_as_it_is_written(tmp_path):
 
 
 def test_numbers_that_are_not_finite_become_null_at_any_depth(tmp_path):
-    with MetricsWriter(tmp_path) as writer:
+    with JsonlWriter(tmp_path) as writer:
         writer.write({"step": 1, "loss": math.nan, "grad_norm": math.inf, "load": {"a": [1.0, -math.inf]}})
     assert read_lines(tmp_path) == [{"step": 1, "loss": None, "grad_norm": None, "load": {"a": [1.0, None]}}]
 
 
 def test_arrays_and_tensors_are_written_as_numbers(tmp_path):
-    with MetricsWriter(tmp_path) as writer:
+    with JsonlWriter(tmp_path) as writer:
         writer.write({"step": 1, "loss": np.float32(0.5), "load": np.array([1.0, np.nan])})
     assert read_lines(tmp_path) == [{"step": 1, "loss": 0.5, "load": [1.0, None]}]
 
@@ -80,12 +81,12 @@ def test_a_kill_while_resuming_leaves_the_old_file(tmp_path, monkeypatch):
 
     monkeypatch.setattr("os.replace", killed)
     with pytest.raises(KeyboardInterrupt):
-        MetricsWriter(tmp_path, resume_from_step=1)
+        JsonlWriter(tmp_path, resume_from_step=1)
     assert [line["step"] for line in read_lines(tmp_path)] == [1, 2, 3]
 
 
 def test_a_line_without_a_step_is_a_mistake(tmp_path):
-    with MetricsWriter(tmp_path) as writer, pytest.raises(AssertionError, match="step"):
+    with JsonlWriter(tmp_path) as writer, pytest.raises(AssertionError, match="step"):
         writer.write({"loss": 1.0})
 
 

@@ -7,7 +7,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from spurline.config import Metrics
-from spurline.train.metrics.tensorboard import TensorBoardWriter, scalars
+from spurline.train.metrics.scalars import scalars
+from spurline.train.metrics.tensorboard import TensorBoardWriter
 from spurline.train.metrics.writers import open_writers
 
 RECORD = {

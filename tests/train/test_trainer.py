@@ -18,7 +18,9 @@ from spurline.models.deepseek_v3.configs import DeepSeekV3Config
 from spurline.moe.balance import routers
 from spurline.moe.config import MoEConfig
 from spurline.train.loss import IGNORE_INDEX
+from spurline.train.sample import sample_text
 from spurline.train.trainer import make_trainer
+from spurline.train.validation import validation_loss
 
 SEQ_LEN, NUM_EXPERTS, TOP_K = 16, 4, 2
 MOE_LAYERS = ["layers.1.moe", "layers.2.moe"]
@@ -107,13 +109,14 @@ def test_first_steps_equal_steps_written_by_hand(tiny):
     for step in (1, 2, 3):
         batch = trainer.data.train.batch((step - 1) * 4, 4)
         loss, norm = plain.step(batch.tokens_BL, batch.labels_BL)
-        record = trainer.step(step)
+        metrics = trainer.step(step)
+        record = metrics.read()
         assert record["step"] == step
         assert record["loss"] == pytest.approx(loss, abs=1e-6)
         assert record["grad_norm"] == pytest.approx(norm, abs=1e-6)
         assert norm > 0.5, "the gradient has to be clipped for this test to mean something"
         assert record["lr"] == pytest.approx(4e-3 * step / 4)
-        assert record["num_tokens"] == 4 * SEQ_LEN
+        assert metrics.num_tokens == 4 * SEQ_LEN
         for (name, actual), expected in zip(trainer.model.named_parameters(), plain.model.parameters(), strict=True):
             torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
 
@@ -122,7 +125,7 @@ def test_gradient_is_left_alone_where_clipping_is_off(tiny):
     never_clipped, unclipped, clipped = (
         make_trainer(tiny(training={"max_grad_norm": norm})) for norm in (0.0, 1e9, 0.5)
     )
-    records = [trainer.step(1) for trainer in (never_clipped, unclipped, clipped)]
+    records = [trainer.step(1).read() for trainer in (never_clipped, unclipped, clipped)]
     assert_same_bits(state_of(never_clipped), state_of(unclipped))
     assert records[0]["grad_norm"] == records[2]["grad_norm"] > 0.5
 
@@ -136,7 +139,7 @@ def test_accumulation_changes_neither_the_data_nor_the_step(tiny, moe):
         orders.append([torch.cat([batch.tokens_BL for batch in trainer.micro_batches(step)]) for step in (1, 2, 3)])
         shapes = [tuple(batch.tokens_BL.shape) for batch in trainer.micro_batches(1)]
         assert shapes == [(size, SEQ_LEN)] * (8 // size)
-        records.append([trainer.step(step) for step in (1, 2, 3)])
+        records.append([trainer.step(step).read() for step in (1, 2, 3)])
         states.append(state_of(trainer))
     for order, steps, state in zip(orders[1:], records[1:], states[1:], strict=True):
         assert torch.equal(torch.stack(order), torch.stack(orders[0]))
@@ -145,7 +148,6 @@ def test_accumulation_changes_neither_the_data_nor_the_step(tiny, moe):
             assert record["grad_norm"] == pytest.approx(whole["grad_norm"], rel=2e-6)
             assert float(record["balance_loss"]) == pytest.approx(float(whole["balance_loss"]), rel=2e-6)
             assert record["expert_load"] == whole["expert_load"]
-            assert record["num_tokens"] == 8 * SEQ_LEN
         for name, tensor in state.items():
             torch.testing.assert_close(tensor, states[0][name], rtol=0, atol=2e-6)
 
@@ -212,8 +214,9 @@ def test_losses_are_normalised_by_the_real_tokens_of_the_whole_step(tiny, monkey
     (loss + balance_loss).backward()
     norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
 
-    record = trainer.step(1)
-    assert record["num_tokens"] == sum(num_real)
+    metrics = trainer.step(1)
+    record = metrics.read()
+    assert metrics.num_tokens == sum(num_real)
     assert record["loss"] == pytest.approx(loss.item(), rel=2e-6)
     assert float(record["balance_loss"]) == pytest.approx(balance_loss.item(), rel=1e-5)
     assert record["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
@@ -223,7 +226,7 @@ def test_losses_are_normalised_by_the_real_tokens_of_the_whole_step(tiny, monkey
 def test_expert_load_counts_each_token_of_a_step_once(tiny, size):
     trainer = make_trainer(tiny(training={"local_batch_size": size, "global_batch_size": 4}))
     for step in (1, 2, 3):
-        load = trainer.step(step)["expert_load"]
+        load = trainer.step(step).read()["expert_load"]
         assert list(load) == MOE_LAYERS
         assert [sum(rows) for rows in load.values()] == [4 * SEQ_LEN * TOP_K] * 2
 
@@ -232,9 +235,9 @@ def test_validation_leaves_no_trace_in_the_training(tiny):
     config = tiny(moe={"aux_loss": "sequence", "bias_update_rate": 1e-3})
     with_validation, without = make_trainer(config), make_trainer(config)
     for step in (1, 2, 3):
-        with_validation.validation_loss()
-        with_validation.sample()
-        assert with_validation.step(step) == without.step(step)
+        validation_loss(with_validation)
+        sample_text(with_validation)
+        assert with_validation.step(step).read() == without.step(step).read()
     assert_same_bits(state_of(with_validation), state_of(without))
 
 
@@ -243,7 +246,7 @@ def test_expert_bias_moves_by_its_rate_towards_the_experts_with_less(tiny):
     layers = routers(trainer.model)
     expected = {name: torch.zeros(NUM_EXPERTS) for name in MOE_LAYERS}
     for step in (1, 2, 3):
-        for name, rows in trainer.step(step)["expert_load"].items():
+        for name, rows in trainer.step(step).read()["expert_load"].items():
             mean = sum(rows) / NUM_EXPERTS
             moves = [0.01 * ((mean > row) - (mean < row)) for row in rows]
             expected[name] += torch.tensor([move - sum(moves) / NUM_EXPERTS for move in moves])
@@ -257,7 +260,9 @@ def test_seed_decides_weights_and_data_and_nothing_else_does(tiny):
     for seed in (0, 0, 1):
         trainer = make_trainer(tiny(training={"seed": seed}))
         start = state_of(trainer)
-        runs.append((start, [trainer.step(step) for step in (1, 2, 3)], state_of(trainer), trainer.micro_batches(1)))
+        runs.append(
+            (start, [trainer.step(step).read() for step in (1, 2, 3)], state_of(trainer), trainer.micro_batches(1))
+        )
         torch.rand(7)
     (start, records, end, batches), again, other = runs
     assert_same_bits(again[0], start)
@@ -271,11 +276,11 @@ def test_seed_decides_weights_and_data_and_nothing_else_does(tiny):
 def test_bfloat16_computes_in_bfloat16_and_keeps_parameters_in_float32(tiny):
     trainer = make_trainer(tiny(training={"dtype": "bfloat16"}))
     assert trainer.model(trainer.micro_batches(1)[0].tokens_BL).dtype == torch.bfloat16
-    first = trainer.step(1)["loss"]
-    in_float32 = make_trainer(tiny()).step(1)["loss"]
+    first = trainer.step(1).read()["loss"]
+    in_float32 = make_trainer(tiny()).step(1).read()["loss"]
     assert first == pytest.approx(in_float32, rel=2e-3)
     assert first != in_float32
-    assert [trainer.step(step)["step"] for step in (2, 3)] == [2, 3]
+    assert [trainer.step(step).read()["step"] for step in (2, 3)] == [2, 3]
     assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
     moments = [tensor for state in trainer.optimizer.state.values() for tensor in state.values()]
     assert {tensor.dtype for tensor in moments} == {torch.float32}
@@ -289,7 +294,7 @@ def test_validation_loss_is_the_mean_over_held_out_tokens_whatever_the_batches(t
         tokens_NL = torch.cat([batch.tokens_BL for batch in batches])
         labels_NL = torch.cat([batch.labels_BL for batch in batches])
         expected = F.cross_entropy(trainer.model(tokens_NL).flatten(0, 1), labels_NL.flatten()).item()
-        assert trainer.validation_loss() == pytest.approx(expected, rel=1e-6)
+        assert validation_loss(trainer) == pytest.approx(expected, rel=1e-6)
     # The first of the two has a last batch that is smaller, so that a mean of means would differ.
     assert len(trainer.data.validation.windows) % 4
 
@@ -298,22 +303,22 @@ def test_validation_runs_in_eval_mode_without_gradients_and_training_does_not(ti
     trainer = make_trainer(tiny())
     seen = []
     trainer.model.register_forward_pre_hook(lambda model, _: seen.append((model.training, torch.is_grad_enabled())))
-    trainer.validation_loss()
+    validation_loss(trainer)
     trainer.step(1)
     assert seen == [(False, False)] * 3 + [(True, True)]
 
 
 def test_no_validation_where_nothing_is_held_out_or_none_is_wanted(tiny):
-    assert make_trainer(tiny(data={"validation_fraction": 0.0})).validation_loss() is None
-    assert make_trainer(tiny(metrics={"validation_batches": 0})).validation_loss() is None
+    assert validation_loss(make_trainer(tiny(data={"validation_fraction": 0.0}))) is None
+    assert validation_loss(make_trainer(tiny(metrics={"validation_batches": 0}))) is None
 
 
 def test_sample_follows_the_prompt_and_is_the_same_each_time(tiny):
     trainer = make_trainer(tiny())
-    text = trainer.sample()
+    text = sample_text(trainer)
     assert text.startswith("ten ")
     assert len(text) > len("ten ")
-    assert trainer.sample() == text
+    assert sample_text(trainer) == text
     assert trainer.model.training
 
 
@@ -366,16 +371,16 @@ def test_compiled_parts_train_like_eager_ones_without_recompiling(tiny, componen
     assert is_compiled == [("model" in components)] * 3
     graphs = []
     for step in (1, 2, 3, 4):
-        actual, expected = trainer.step(step), eager.step(step)
+        actual, expected = trainer.step(step).read(), eager.step(step).read()
         assert actual["loss"] == pytest.approx(expected["loss"], abs=1e-5)
         assert actual["grad_norm"] == pytest.approx(expected["grad_norm"], abs=1e-5)
         assert actual["expert_load"] == expected["expert_load"]
         graphs.append(num_graphs())
     # One for each kind of block, one for the loss.
     assert graphs == [2 * ("model" in components) + ("loss" in components)] * 4
-    assert trainer.validation_loss() == pytest.approx(eager.validation_loss(), abs=1e-5)
+    assert validation_loss(trainer) == pytest.approx(validation_loss(eager), abs=1e-5)
     after_validation = num_graphs()
-    assert trainer.sample() == eager.sample()
+    assert sample_text(trainer) == sample_text(eager)
     trainer.step(5)
     assert num_graphs() == after_validation
     torch._dynamo.reset()

@@ -67,7 +67,7 @@ def take_steps(trainer: Trainer) -> Iterator[Results]:
 
     trainer.optimizer.register_step_pre_hook(note_gradients)
     for step in range(1, trainer.config.training.steps + 1):
-        record = trainer.step(step)
+        record = trainer.step(step).read()
         losses = {key: record[key] for key in ("loss", "balance_loss") if record[key] is not None}
         yield {
             "loss": _as_tensors(losses),

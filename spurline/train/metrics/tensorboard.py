@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from spurline.train.metrics.scalars import scalars
 
 
 def is_installed() -> bool:
@@ -14,7 +16,7 @@ def is_installed() -> bool:
 
 
 class TensorBoardWriter:
-    """Takes the same records as MetricsWriter; with `resume_from_step=n` TensorBoard forgets what came after step n."""
+    """Takes the same records as JsonlWriter; with `resume_from_step=n` TensorBoard forgets what came after step n."""
 
     def __init__(self, folder: str | os.PathLike[str], resume_from_step: int | None = None) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -32,12 +34,3 @@ class TensorBoardWriter:
 
     def close(self) -> None:
         self._writer.close()
-
-
-def scalars(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """The numbers in a record but its step, each under its path: ("routing/layers.1.moe/load", 1.2)."""
-    for key, value in record.items():
-        if isinstance(value, Mapping):
-            yield from scalars(value, f"{prefix}{key}/")
-        elif isinstance(value, int | float) and prefix + key != "step":
-            yield prefix + key, value

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from spurline.train.metrics.tensorboard import scalars
+from spurline.train.metrics.scalars import scalars
 
 
 class WandbWriter:
-    """Takes the same records as MetricsWriter. A resumed run goes on under its old id.
+    """Takes the same records as JsonlWriter. A resumed run goes on under its old id.
 
     What W&B has seen of steps after the checkpoint stays as it is: it takes each step once.
     """

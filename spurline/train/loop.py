@@ -1,0 +1,115 @@
+"""The training loop: step, log, save, stop."""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from spurline.parallel.world import World
+from spurline.train.checkpoint.manager import Checkpoints
+from spurline.train.metrics.logger import MetricsLogger
+from spurline.train.metrics.step_metrics import StepMetrics
+from spurline.train.profiling import make_profiler
+from spurline.train.stop_signal import StopSignal
+from spurline.train.trainer import Trainer, diverged
+from spurline.train.validation import has_validation, validation_loss
+
+
+@dataclass
+class Position:
+    """How far a run has come."""
+
+    step: int = 0
+    """The steps that were taken."""
+    tokens_seen: int = 0
+
+
+class TrainingLoop:
+    """Takes the steps of a run that are left. All ranks do everything in the same order.
+
+    A step is saved after its metrics were written: a run that is killed in between takes and writes the step again, so
+    that no line is missing.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        logger: MetricsLogger,
+        checkpoints: Checkpoints,
+        stop_signal: StopSignal,
+        position: Position,
+    ) -> None:
+        self.trainer, self.logger, self.checkpoints = trainer, logger, checkpoints
+        self.stop_signal, self.position = stop_signal, position
+        self.config = config = trainer.config
+        self.last_step = min(config.debug.stop_after or config.training.steps, config.training.steps)
+        self.profiler = make_profiler(trainer)
+
+    def run(self) -> bool:
+        """Take the steps; returns False if SIGTERM ended the run before its last step."""
+        for step in range(self.position.step + 1, self.last_step + 1):
+            metrics = self.step(step)
+            loss = self.validate() if self.is_validation_due(step) else None
+            if self.is_log_due(step):
+                self.logger.log(metrics, self.position.tokens_seen, loss)
+            self.refuse_unless_finite(step, loss)
+            stopping = self.should_stop()
+            if self.is_save_due(step) or (stopping and self.config.checkpoint.enable):
+                self.save(step, loss)
+            if stopping and step < self.last_step:
+                self.checkpoints.wait()
+                return False
+        if self.profiler:
+            self.profiler.finish()
+        self.checkpoints.wait()
+        return True
+
+    def step(self, step: int) -> StepMetrics:
+        with self.trainer.timer.step(), self.profiler.step(step) if self.profiler else nullcontext():
+            metrics = self.trainer.step(step)
+        self.position = Position(step, self.position.tokens_seen + metrics.num_tokens)
+        self.logger.throughput.add(metrics.num_tokens)
+        return metrics
+
+    def is_validation_due(self, step: int) -> bool:
+        """At the last step, at each validation_interval and, to know which is best, with each checkpoint."""
+        interval = self.config.metrics.validation_interval
+        for_checkpoint = self.config.checkpoint.keep_best and self.is_save_due(step)
+        due = step == self.last_step or bool(interval and step % interval == 0) or for_checkpoint
+        return due and has_validation(self.trainer)
+
+    def validate(self) -> float | None:
+        with self.logger.throughput.paused():
+            return validation_loss(self.trainer)
+
+    def refuse_unless_finite(self, step: int, loss: float | None) -> None:
+        if loss is not None and not math.isfinite(loss):
+            raise diverged(self.config, step, f"the validation loss is {loss}")
+
+    def is_log_due(self, step: int) -> bool:
+        return self.is_validation_due(step) or step == self.last_step or step % self.config.metrics.log_interval == 0
+
+    def is_save_due(self, step: int) -> bool:
+        return self.config.checkpoint.enable and self.checkpoints.is_due(step, self.last_step)
+
+    def save(self, step: int, loss: float | None) -> None:
+        with self.logger.throughput.paused():
+            extra = {"tokens_seen": self.position.tokens_seen, "validation_loss": loss}
+            self.checkpoints.save(step, self.trainer.model, self.trainer.optimizer, extra)
+
+    def should_stop(self) -> bool:
+        """Whether SIGTERM has reached any rank; raises what a checkpoint in the background failed with."""
+        stopping, failed = on_any_rank(self.trainer.world, self.stop_signal.requested, self.checkpoints.failed)
+        if failed:
+            self.checkpoints.wait()
+        return stopping
+
+
+def on_any_rank(world: World, *facts: bool) -> list[bool]:
+    """Which of the facts are true on at least one rank."""
+    if world.meshes is None:
+        return list(facts)
+    return (world.sum_over_all(torch.tensor(facts, dtype=torch.int32, device=world.device)) > 0).tolist()

@@ -1,0 +1,92 @@
+"""Log a step: complete its metrics, write them, show them, and warn of what looks wrong."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from spurline.device import peak_flops, peak_memory_bytes
+from spurline.moe.telemetry import counters
+from spurline.train.metrics.step_metrics import StepMetrics
+from spurline.train.metrics.throughput import Throughput
+from spurline.train.metrics.training_health import TrainingHealth
+from spurline.train.metrics.writers import AllWriters
+from spurline.train.progress import Progress
+
+if TYPE_CHECKING:
+    from spurline.train.trainer import Trainer
+
+_PADDING = "exchange.equal_split.padding_rows"
+
+
+class MetricsLogger:
+    """Takes the steps to log; `throughput` is told of every step, and pauses for what is not training."""
+
+    def __init__(self, trainer: Trainer, writers: AllWriters, progress: Progress) -> None:
+        config = trainer.config
+        self._device, self._timer = trainer.device, trainer.timer
+        self._writers, self._progress = writers, progress
+        self._flops_per_token = config.model.flops_per_token(config.training.seq_len)
+        peak = peak_flops(trainer.device, getattr(torch, config.training.dtype))
+        self._peak_flops = peak and peak * trainer.world.degrees.world
+        self._padded_rows = PaddedRows()
+        moe = getattr(config.model, "moe", None)
+        self._health = TrainingHealth(config.training.max_grad_norm, moe.top_k if moe else 1)
+        self.throughput = Throughput()
+
+    def log(self, metrics: StepMetrics, tokens_seen: int, validation_loss: float | None) -> None:
+        """Read the metrics of a step, which all ranks do together, and hand them on."""
+        record = self._record(metrics, tokens_seen, validation_loss)
+        if warnings := self._health.check(record):
+            record["warnings"] = warnings
+        for warning in warnings:
+            self._progress.log(f"warning: {warning}")
+        self._writers.write(record)
+        self._progress.update(
+            record["step"],
+            loss=record["loss"],
+            tokens_per_second=record["tokens_per_second"],
+            memory_bytes=record["peak_memory_bytes"],
+            expert_load=max((layer["load"] for layer in record["routing"].values() if "load" in layer), default=None),
+            validation_loss=validation_loss,
+            grad_norm=record["grad_norm"],
+            lr=record["lr"],
+        )
+
+    def _record(self, metrics: StepMetrics, tokens_seen: int, validation_loss: float | None) -> dict[str, Any]:
+        offered = metrics.read()
+        tokens_per_second = self.throughput.read()
+        own = {
+            "tokens_per_second": tokens_per_second,
+            "tokens_seen": tokens_seen,
+            "peak_memory_bytes": peak_memory_bytes(self._device),
+            **self._timer.read(),
+            **({} if validation_loss is None else {"validation_loss": validation_loss}),
+            **compute_rate(tokens_per_second, self._flops_per_token, self._peak_flops),
+            **self._padded_rows.read(),
+        }
+        if taken := sorted(offered.keys() & own.keys()):
+            raise ValueError(f"a module offers the metric {taken[0]!r}, which the trainer writes: choose another name")
+        return offered | own
+
+
+def compute_rate(tokens_per_second: float, flops_per_token: float, peak_flops: float | None) -> dict[str, float]:
+    """The model's floating-point operations a second, and their share of `peak_flops` (of all ranks) where known."""
+    rate = tokens_per_second * flops_per_token
+    return {"flops_per_second": rate} | ({"mfu": rate / peak_flops} if peak_flops else {})
+
+
+class PaddedRows:
+    """Rows that this rank sent as padding, if the fast-path counters are on (they are off by default)."""
+
+    def __init__(self) -> None:
+        self._before = counters().get(_PADDING, 0)
+
+    def read(self) -> dict[str, Any]:
+        """Those since the last reading; empty where none were counted."""
+        now = counters().get(_PADDING)
+        if now is None:
+            return {}
+        rows, self._before = now - self._before, now
+        return {"padded_rows": rows}

@@ -1,0 +1,42 @@
+"""Text that the model of a run generates, and where it is kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from spurline.models.common.generate import generate, printable
+from spurline.models.common.sampling import Sampling
+from spurline.train.captions import write_captions
+
+if TYPE_CHECKING:
+    from spurline.train.trainer import Trainer
+
+
+def sample_text(trainer: Trainer) -> str:
+    """A continuation of metrics.sample_prompt and, with pictures in the held-out data, captions of some of them."""
+    metrics, training, tokenizer = trainer.config.metrics, trainer.config.training, trainer.data.tokenizer
+    prompt = [tokenizer.boundary_id, *tokenizer.encode(metrics.sample_prompt).tolist()]
+    # The length grows token by token: compiling for that takes longer than it saves.
+    with torch.compiler.set_stance("force_eager"):
+        # No token ends the text: all ranks must take the same number of steps, even if one of them rounds otherwise.
+        (written,) = generate(
+            trainer.model,
+            [prompt],
+            metrics.sample_tokens,
+            sampling=Sampling(metrics.sample_temperature),
+            seed=training.seed,
+            max_context=training.seq_len,
+        )
+        captions = list(write_captions(trainer.model, trainer.data, trainer.device))
+    of_pictures = [f"a picture of {caption.true!r}: {caption.written!r}" for caption in captions]
+    return "\n".join([printable(tokenizer.decode(prompt + written)), *of_pictures])
+
+
+def append_sample(folder: Path, step: int, text: str) -> None:
+    """Add a sample to the run's samples.jsonl, which the report shows."""
+    with (folder / "samples.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"step": step, "text": text}) + "\n")

@@ -1,0 +1,70 @@
+"""Build what a trainer is made of: process-wide settings, data, model, loss and timer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spurline.config import RunConfig
+from spurline.data import DataSets, open_data
+from spurline.models.common.init import initialize
+from spurline.parallel.compile import compile_function
+from spurline.parallel.model import parallelize_model
+from spurline.parallel.world import World
+from spurline.train.loss import make_loss_sum
+from spurline.train.metrics.timing import StepTimer, watch_layers
+
+
+def set_up_torch(config: RunConfig[Any]) -> None:
+    """Threads, determinism and the seed, for the whole process."""
+    if config.training.threads:
+        torch.set_num_threads(config.training.threads)
+    torch.use_deterministic_algorithms(config.debug.deterministic)
+    torch.manual_seed(config.training.seed)
+
+
+def open_data_for_model(config: RunConfig[Any]) -> DataSets:
+    """The data of config.data; a ValueError if its tokens do not fit the model's vocabulary."""
+    data = open_data(config.data, config.training.seq_len, config.training.seed)
+    if data.tokenizer.vocab_size > config.model.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {data.tokenizer.vocab_size} tokens, more than --model.vocab_size"
+            f" {config.model.vocab_size}: raise that to at least {data.tokenizer.vocab_size}"
+        )
+    return data
+
+
+def build_model(config: RunConfig[Any], world: World) -> nn.Module:
+    """The model with its initial weights, on this rank's device: made without memory first, then sharded and filled."""
+    with torch.device("meta"):
+        model: nn.Module = config.model.build()
+    per_param_mesh = False if config.debug.separate_expert_units else None
+    parallelize_model(model, world.meshes, config.activation_checkpoint.mode, config.compile, per_param_mesh)
+    model.to_empty(device=world.device)
+    initialize(model, config.training.seed)
+    model.compute_dtype = getattr(torch, config.training.dtype)
+    return model
+
+
+def build_loss(config: RunConfig[Any], model: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    """The summed loss of logits and labels, compiled if the config says so."""
+    loss_sum = make_loss_sum(model.tp)
+    if config.compile.enable and "loss" in config.compile.parts:
+        return compile_function(loss_sum, config.compile.backend)
+    return loss_sum
+
+
+def build_timer(config: RunConfig[Any], model: nn.Module, world: World) -> StepTimer:
+    """A timer of steps; it also times the parts of MoE layers where hooks can see them."""
+    timer = StepTimer(world.device)
+    if config.metrics.layer_times and not is_model_compiled(config):
+        watch_layers(model, timer)
+    return timer
+
+
+def is_model_compiled(config: RunConfig[Any]) -> bool:
+    """Hooks on the parts of a compiled block would be traced with it."""
+    return config.compile.enable and "model" in config.compile.parts
