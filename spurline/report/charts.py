@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
+import statistics
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ class Curve(NamedTuple):
     value: Callable[[Record], Any]
     dots: bool = False
     """Measured now and then: each measurement is shown."""
+    dashed: bool = False
 
 
 class Chart(NamedTuple):
@@ -91,9 +93,16 @@ CHARTS = [
 def draw_curves(runs: list[Run]) -> list[dict[str, Any]]:
     """The charts that have a value in any run, each with a series for each run and curve."""
     charts = []
-    for chart in CHARTS:
+    for chart in [*CHARTS, *_charts_of_other_metrics(runs)]:
         series = [
-            {"run": index, "label": curve.label, "dots": curve.dots, "x": steps, "y": values}
+            {
+                "run": index,
+                "label": curve.label,
+                "dots": curve.dots,
+                "dashed": curve.dashed or curve.dots,
+                "x": steps,
+                "y": values,
+            }
             for index, run in enumerate(runs)
             for curve in chart.curves
             for steps, values in [_points(run, curve)]
@@ -102,6 +111,63 @@ def draw_curves(runs: list[Run]) -> list[dict[str, Any]]:
         if series:
             charts.append({**chart._asdict(), "curves": None, "series": series})
     return charts
+
+
+# What the charts above and the tables of the page show, or leave out on purpose.
+_SHOWN = {
+    *("step", "loss", "validation_loss", "balance_loss", "grad_norm", "lr", "expert_load", "warnings"),
+    *("tokens_per_second", "tokens_seen", "peak_memory_bytes", "flops_per_second", "mfu", "padded_rows"),
+    *("step_time", "data_wait", "step_time_parts"),
+}
+_SHOWN_OF_LAYERS = {"routing": {"load", "entropy", "dead_experts", "bias_min", "bias_max"}}
+
+
+def _charts_of_other_metrics(runs: list[Run]) -> list[Chart]:
+    """A chart of each metric that a module offers and nothing here knows: its number or, of layers, their range."""
+    layers_of: dict[str, set[str]] = {}
+    for record in (record for run in runs for record in run.records):
+        for name, by_layer in _metrics_by_layer(record).items():
+            layers_of.setdefault(name, set()).update(by_layer)
+    charts = []
+    for name, layers in sorted(layers_of.items()):
+        several = len(layers) > 1
+        unit = "mean of all layers, lowest and highest" if several else next(iter(layers))
+        curves = _range_of_layers(name) if several else [Curve("", _over_layers(name, max))]
+        charts.append(Chart(name, name, unit, curves, noisy=True, from_zero=False))
+    return charts
+
+
+def _range_of_layers(name: str) -> list[Curve]:
+    return [
+        Curve("mean", _over_layers(name, statistics.fmean)),
+        Curve("lowest layer", _over_layers(name, min), dashed=True),
+        Curve("highest layer", _over_layers(name, max), dashed=True),
+    ]
+
+
+def _over_layers(name: str, combine: Callable[[list[float]], float]) -> Callable[[Record], float | None]:
+    def value(record: Record) -> float | None:
+        numbers = list(_metrics_by_layer(record).get(name, {}).values())
+        return combine(numbers) if numbers else None
+
+    return value
+
+
+def _metrics_by_layer(record: Record) -> dict[str, dict[str, float]]:
+    """The numbers that are not shown otherwise: metric -> layer -> number; the layer of a whole model is empty."""
+    found: dict[str, dict[str, float]] = {}
+
+    def add(name: str, layer: str, value: Any) -> None:
+        if isinstance(value, int | float) and math.isfinite(value):
+            found.setdefault(name, {})[layer] = value
+
+    for name in record.keys() - _SHOWN:
+        add(name, "", record[name])
+        for layer, of_layer in record[name].items() if isinstance(record[name], dict) else ():
+            add(name, layer, of_layer)
+            for key in of_layer.keys() - _SHOWN_OF_LAYERS.get(name, set()) if isinstance(of_layer, dict) else ():
+                add(f"{name}/{key}", layer, of_layer[key])
+    return found
 
 
 def _points(run: Run, curve: Curve) -> tuple[list[int], list[float | None]]:

@@ -166,14 +166,15 @@ def _plot(kind: str, label: str) -> str:
 
 def _figure(chart: Record, runs: list[Run]) -> str:
     legend = ""
-    labels = list(dict.fromkeys((one["label"], one["dots"]) for one in chart["series"] if one["label"]))
+    labels = list(dict.fromkeys((one["label"], one["dashed"]) for one in chart["series"] if one["label"]))
     if len(labels) > 1:
         colour = "" if len(runs) > 1 else " run0"
-        items = [f'<li><i class="line{" dashed" * dots}{colour}"></i>{label}</li>' for label, dots in labels]
+        items = [f'<li><i class="line{" dashed" * dashed}{colour}"></i>{label}</li>' for label, dashed in labels]
         legend = f'<ul class="legend">{"".join(items)}</ul>'
     wide = ' class="wide"' if chart["key"] == "loss" else ""
-    caption = f"<figcaption>{chart['title']} <span>{chart['unit']}</span>{legend}</figcaption>"
-    return f'<figure{wide} data-chart="{chart["key"]}">{caption}{_plot("curves", chart["title"])}</figure>'
+    # The names of metrics, layers and so of charts may be a user's own.
+    caption = f"<figcaption>{escape(chart['title'])} <span>{escape(chart['unit'])}</span>{legend}</figcaption>"
+    return f'<figure{wide} data-chart="{escape(chart["key"])}">{caption}{_plot("curves", chart["title"])}</figure>'
 
 
 def _time_figure(run: Run, time: Record, runs: list[Run]) -> str:

@@ -166,7 +166,7 @@ function drawCurves(plot, chart) {
     const kind = `run${one.run % 8}`;
     one.shown = soft ? smoothed(one.y) : one.y;
     if (soft) make(box.svg, "path", { class: `curve raw ${kind}`, d: pathOf(one.x, one.y, box.x, box.y) });
-    make(box.svg, "path", { class: `curve ${kind}${one.dots ? " dashed" : ""}`, d: pathOf(one.x, one.shown, box.x, box.y) });
+    make(box.svg, "path", { class: `curve ${kind}${one.dashed ? " dashed" : ""}`, d: pathOf(one.x, one.shown, box.x, box.y) });
     if (one.dots || one.x.length === 1) {
       const radius = one.x.length > 60 ? 1.5 : 3;
       one.x.forEach((step, i) => {

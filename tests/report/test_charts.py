@@ -2,6 +2,7 @@ import base64
 
 from spurline.report import charts
 from spurline.report.charts import draw_curves, draw_heat, draw_time
+from spurline.report.page import make_page
 from spurline.report.read import Run
 
 
@@ -89,3 +90,30 @@ def test_columns_of_long_runs_sum_their_steps_and_stay_within_the_budget(monkeyp
 
 def test_runs_without_moe_layers_have_no_heat_map():
     assert draw_heat([run_of({"loss": 1.0, "expert_load": {}})]) == []
+
+
+def test_metrics_that_nothing_knows_are_drawn_by_their_names():
+    run = run_of(
+        {"loss": 1.0, "tilt": 3.0, "note": "text", "rows": {"a": [1, 2]}},
+        {
+            "tilt": None,
+            "norm": {"a": 1.0, "b": 4.0, "c": 1.0},
+            "routing": {"a": {"entropy": 0.5, "gini": 0.25}, "b": {"entropy": 0.5, "load": 1.0}},
+        },
+    )
+    assert [chart["key"] for chart in draw_curves([run])] == ["loss", "entropy", "norm", "routing/gini", "tilt"]
+    (tilt,), (gini,) = chart([run], "tilt")["series"], chart([run], "routing/gini")["series"]
+    assert (tilt["x"], tilt["y"]) == ([1, 2], [3.0, None])
+    assert (gini["y"], chart([run], "routing/gini")["unit"]) == ([None, 0.25], "a")
+    assert [(one["label"], one["dashed"], one["y"][1]) for one in chart([run], "norm")["series"]] == [
+        ("mean", False, 2.0),
+        ("lowest layer", True, 1.0),
+        ("highest layer", True, 4.0),
+    ]
+
+
+def test_names_of_metrics_are_escaped_in_the_page():
+    page = make_page([run_of({"<i>x</i>": 1.0, "norm": {"<b>": 2.0}})])
+    assert "<i>x" not in page
+    assert "&lt;i&gt;x&lt;/i&gt;" in page
+    assert "<b>" not in page.replace("<b>step", "")
