@@ -24,5 +24,6 @@ def make_loss_sum(tp: TensorParallel) -> Callable[[Tensor, Tensor], Tensor]:
     return partial(tp.cross_entropy_sum, ignore_index=IGNORE_INDEX)
 
 
-def count_real_tokens(labels_BL: Tensor) -> int:
-    return int((labels_BL != IGNORE_INDEX).sum())
+def count_real_tokens(labels_BL: Tensor) -> Tensor:
+    """(B, L) -> (): the labels that are not IGNORE_INDEX, counted on their device."""
+    return (labels_BL != IGNORE_INDEX).sum()

@@ -95,11 +95,11 @@ class Trainer:
 
     def count_tokens(self, labels: Iterable[Tensor]) -> int:
         """The real tokens of all ranks."""
-        own = sum(count_real_tokens(labels_BL) for labels_BL in labels)
-        return int(self.world.sum_over_data(torch.tensor(own, device=self.device)))
+        own = torch.stack([count_real_tokens(labels_BL) for labels_BL in labels]).sum()
+        return int(self.world.sum_over_data(own))
 
     def refuse_unless_finite(self, step: int, loss: Tensor, grad_norm: Tensor) -> None:
-        """The one place where a step that is not logged reads from the device."""
+        """Raise a ValueError unless the step can be taken: the only read of its results, in one place."""
         if not torch.isfinite(loss + grad_norm):
             what = f"the loss is {loss.item()} and the gradient norm {grad_norm.item()}"
             raise diverged(self.config, step, what)

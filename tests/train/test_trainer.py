@@ -6,12 +6,14 @@ G sequences a step in micro-batches of B sequences of L tokens; T tokens, E expe
 import copy
 import math
 import random
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from spurline.config import Data, LRScheduler, Metrics, Optimizer, RunConfig, Training
 from spurline.models.deepseek_v3.configs import DeepSeekV3Config
@@ -252,6 +254,33 @@ def test_expert_bias_moves_by_its_rate_towards_the_experts_with_less(tiny):
             expected[name] += torch.tensor([move - sum(moves) / NUM_EXPERTS for move in moves])
             torch.testing.assert_close(layers[name].expert_bias_E, expected[name])
     assert all(bias_E.any() for bias_E in expected.values())
+
+
+class ReadsOfTheTrainer(TorchFunctionMode):
+    """Notes each read of a tensor on the host that a function of the trainer or of the metrics makes itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        name = getattr(function, "__name__", "")
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if name in ("item", "tolist", "__bool__", "__int__", "__float__") and caller.startswith(
+            ("spurline.train", "spurline.comm.metrics", "spurline.moe.metrics", "spurline.moe.balance")
+        ):
+            self.names.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+def test_step_reads_its_tokens_and_whether_it_is_finite_and_all_metrics_at_once_when_it_is_logged(tiny):
+    sizes = {"local_batch_size": 1, "global_batch_size": 4}
+    trainer = make_trainer(tiny(moe={"aux_loss": "sequence", "bias_update_rate": 1e-3}, training=sizes))
+    with ReadsOfTheTrainer() as reads:
+        metrics = trainer.step(1)
+        assert reads.names == ["__int__", "__bool__"]
+        metrics.read()
+    assert reads.names == ["__int__", "__bool__", "tolist"]
 
 
 def test_seed_decides_weights_and_data_and_nothing_else_does(tiny):
