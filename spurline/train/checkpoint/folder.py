@@ -10,39 +10,14 @@ step-00000100/                 a checkpoint: it got this name, by one rename, wh
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-import json
 import os
 import re
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from spurline.data.prepared_index import StoredFile, content_problem
 from spurline.files import publish
-
-RECORD = "checkpoint.json"
-VERSION = 1
-
-
-@dataclass(frozen=True)
-class Record:
-    """What there is to know about a checkpoint without reading its tensors."""
-
-    step: int
-    num_ranks: int
-    """Those that wrote it."""
-    tokens_seen: int | None
-    validation_loss: float | None
-    """At this step; None where it was not measured."""
-    best_validation_loss: float | None
-    """Of the run so far."""
-    model: dict[str, Any] | None
-    """The model's config."""
-    files: list[StoredFile]
-    version: int = VERSION
+from spurline.train.checkpoint.record import RECORD, CheckpointRecord, read_record, write_record
 
 
 class CheckpointFolder:
@@ -73,7 +48,7 @@ class CheckpointFolder:
             raise ValueError(f"there is no complete checkpoint {self.at(step)}; steps in that folder: {there}")
         return self.at(step)
 
-    def record(self, step: int) -> Record:
+    def record(self, step: int) -> CheckpointRecord:
         """A ValueError says why it can't be read."""
         return read_record(self.at(step))
 
@@ -107,7 +82,7 @@ class CheckpointFolder:
         except ValueError:
             return None
 
-    def publish(self, record: Record) -> None:
+    def publish(self, record: CheckpointRecord) -> None:
         """Make a checkpoint of the temporary folder of its step, whose files are all written."""
         temporary, path = self.temporary(record.step), self.at(record.step)
         write_record(temporary, record)
@@ -136,32 +111,3 @@ class CheckpointFolder:
 
     def _aside(self, step: int) -> Path:
         return self.path / f".step-{step:08d}.replaced.tmp"
-
-
-def write_record(folder: Path, record: Record) -> None:
-    content = dataclasses.asdict(record)
-    with open(folder / RECORD, "w", encoding="utf-8") as file:
-        json.dump({"sha256": _sha256(content), "checkpoint": content}, file, indent=2)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def read_record(folder: Path) -> Record:
-    """What `write_record` wrote; a ValueError names the file and what is wrong with it."""
-    path = folder / RECORD
-    try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
-        content = stored["checkpoint"]
-        if stored["sha256"] != _sha256(content):
-            raise ValueError("its checksum is not that of its content")
-    except OSError as error:
-        raise ValueError(f"can't read '{path}': {error.strerror}") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"'{path}' is damaged: {error}") from None
-    if content["version"] != VERSION:
-        raise ValueError(f"'{path}' has version {content['version']}, not {VERSION}")
-    return Record(**{**content, "files": [StoredFile(**file) for file in content["files"]]})
-
-
-def _sha256(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

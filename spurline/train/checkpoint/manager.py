@@ -15,15 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from spurline.train.checkpoint.folder import CheckpointFolder, Record
+from spurline.train.checkpoint.compatibility import config_differences, tensor_differences
+from spurline.train.checkpoint.folder import CheckpointFolder
 from spurline.train.checkpoint.random_state import random_state, restore_random_state, seed_random
 from spurline.train.checkpoint.ranks import DiskError, Ranks
+from spurline.train.checkpoint.record import CheckpointRecord
+from spurline.train.checkpoint.staging import Staging
 from spurline.train.checkpoint.state import (
-    Staging,
-    config_differences,
     empty_optimizer_tensors,
     load_optimizer_tensors,
-    misfits,
     model_tensors,
     optimizer_tensors,
 )
@@ -84,7 +84,7 @@ class Checkpoints:
         loss = extra.get("validation_loss")
         self._best_validation_loss = min((x for x in (self._best_validation_loss, loss) if x is not None), default=None)
         best, config = self._best_validation_loss, self._model_config
-        record = Record(step, ranks.size, extra.get("tokens_seen"), loss, best, config, files=[])
+        record = CheckpointRecord(step, ranks.size, extra.get("tokens_seen"), loss, best, config, files=[])
         # In tuples, these are stored as one object; a bare dict would become entries with names of their own.
         state = {
             **model_tensors(model),
@@ -125,7 +125,7 @@ class Checkpoints:
             self._ranks = Ranks(dist.new_group(backend="gloo") if separate else None)
         return self._ranks
 
-    def _write(self, record: Record, state: dict[str, Any], ranks: Ranks, **options: Any) -> None:
+    def _write(self, record: CheckpointRecord, state: dict[str, Any], ranks: Ranks, **options: Any) -> None:
         from spurline.train.checkpoint.writer import write_state
 
         try:
@@ -145,7 +145,7 @@ class Checkpoints:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._files.clean()
 
-    def _publish(self, record: Record) -> None:
+    def _publish(self, record: CheckpointRecord) -> None:
         self._files.publish(record)
         if self.keep_latest_k:
             up_to_this = [step for step in self._files.steps() if step <= record.step]
@@ -212,7 +212,7 @@ class Checkpoints:
 
         def check() -> None:
             saved.update(self._saved(step))
-            self._check_model(step, misfits(saved, tensors))
+            self._check_model(step, tensor_differences(saved, tensors))
 
         ranks.gather(check)
         of_optimizer = empty_optimizer_tensors(saved, model) if optimizer else {}
@@ -270,7 +270,7 @@ class Checkpoints:
                 return read(index.fqn.removeprefix("model.")) if is_tensor else super().lookup_object(index)
 
         state = {**{f"model.{name}": tensor for name, tensor in tensors.items()}, "extra": (extra,)}
-        record = Record(step, 0, extra.get("tokens_seen"), None, None, self._model_config, files=[])
+        record = CheckpointRecord(step, 0, extra.get("tokens_seen"), None, None, self._model_config, files=[])
         _keep_quiet_about_one_process()
         # A file for each tensor: the writer holds on to all that it has written to the file it is at.
         self._write(record, state, Ranks(), planner=ReadingPlanner(), single_file_per_rank=False)

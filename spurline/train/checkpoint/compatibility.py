@@ -1,0 +1,36 @@
+"""Whether a checkpoint fits a model: tensors and config options that differ."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from torch import Tensor
+
+
+def tensor_differences(saved: dict[str, Any], tensors: dict[str, Tensor]) -> list[str]:
+    """One phrase for each tensor that the checkpoint and the model don't share, in the order of their names."""
+    found = []
+    for name in sorted(tensors.keys() | {name for name in saved if name.startswith("model.")}):
+        bare_name = name.removeprefix("model.")
+        if name not in saved:
+            found.append(f"{bare_name} is not in the checkpoint")
+        elif name not in tensors:
+            found.append(f"{bare_name} is not in the model")
+        elif saved[name].size != tensors[name].shape:
+            sizes = tuple(saved[name].size), tuple(tensors[name].shape)
+            found.append(f"{bare_name} is {sizes[0]} in the checkpoint, {sizes[1]} in the model")
+    return found
+
+
+def config_differences(old: Any, new: Any, name: str = "model") -> list[str]:
+    """The fields of two configs that differ, by their dotted names: `model.dim 16 -> 24`."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        missing = "(none)"
+        return [
+            difference
+            for field in dict.fromkeys((*old, *new))
+            for difference in config_differences(old.get(field, missing), new.get(field, missing), f"{name}.{field}")
+        ]
+    old, new = json.dumps(old), json.dumps(new)
+    return [] if old == new else [f"{name} {old} -> {new}"]
