@@ -1,20 +1,20 @@
-"""Keep freed memory in the process: a training step asks for the same large blocks again and again.
+"""Keep freed memory in the process, because every training step allocates the same large blocks.
 
-glibc hands large freed blocks back to the system, which then gives them out anew a page fault at a time: on a CPU that
-is a good part of a step's time.
+By default glibc returns large freed blocks to the system, and each page of a new block costs a page fault: a
+considerable part of a step's time on a CPU.
 """
 
 import ctypes
 import sys
 
-# Names and numbers of glibc's <malloc.h>.
+# Constants from glibc's <malloc.h>.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 _KEPT = 1 << 30
 _GROWTH = 64 << 20
 
 
 def keep_freed_memory() -> bool:
-    """Tell glibc to keep what is freed, for the rest of the process; False where the allocator is another one."""
+    """Configure glibc to keep freed memory for the rest of the process; False if the allocator is not glibc's."""
     if not sys.platform.startswith("linux"):
         return False
     try:

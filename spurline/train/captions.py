@@ -1,4 +1,4 @@
-"""What a model that sees writes about pictures it was not trained on."""
+"""Captions that a vision-language model writes for held-out pictures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from spurline.data.pictures import PictureWindows, prompt_of, spot_of
 from spurline.models.common.generate import generate, printable
 from spurline.models.common.sampling import GREEDY
 
-_MOST_TOKENS = 64  # of a caption: each one is written without a cache, so that all before it is computed again
+_MAX_TOKENS = 64  # of a caption: generation with pictures has no cache, so each token costs a full forward pass
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Caption:
     true: str
 
 
-class _Seeing(nn.Module):
-    """The model with pictures in its texts: tokens (B, L) -> logits (B, L, V)."""
+class _WithImages(nn.Module):
+    """The model with fixed images for its prompts: tokens (B, L) -> logits (B, L, V)."""
 
     def __init__(self, model: nn.Module, images: Images) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class _Seeing(nn.Module):
 
 
 def write_captions(model: nn.Module, data: DataSets, device: torch.device, most: int = 3) -> Iterator[Caption]:
-    """The likeliest texts for some held-out pictures; none where nothing is held out, or there are no pictures."""
+    """Greedy captions of at most `most` held-out pictures; none without held-out pictures."""
     windows = None if data.validation is None else data.validation.windows
     if not isinstance(windows, PictureWindows):
         return
@@ -50,9 +50,9 @@ def write_captions(model: nn.Module, data: DataSets, device: torch.device, most:
     patches_NC = torch.cat([torch.from_numpy(to_patches(picture.load())) for picture in pictures])
     spots = tuple(spot_of(picture, row, start=0) for row, picture in enumerate(pictures))
     prompts = [prompt_of(sample, windows.tokenizer) for sample in samples]
-    num_tokens = min(max(len(windows.tokenizer.encode(sample.text)) for sample in samples) + 1, _MOST_TOKENS)
+    num_tokens = min(max(len(windows.tokenizer.encode(sample.text)) for sample in samples) + 1, _MAX_TOKENS)
     texts = generate(
-        _Seeing(model, Images(patches_NC, spots).to(device)),
+        _WithImages(model, Images(patches_NC, spots).to(device)),
         prompts,
         num_tokens,
         sampling=GREEDY,

@@ -1,4 +1,4 @@
-"""The language-model loss: a sum over real tokens, so that micro-batches and ranks simply add up."""
+"""The language-model loss: a sum over real tokens, so that the losses of micro-batches and ranks add up."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,4 +1,4 @@
-"""Profile a few steps: a Chrome trace, and a table of the costliest operations of each layer."""
+"""Profile a few steps: a Chrome trace, and a table of the most expensive operations of each layer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Cost(NamedTuple):
     layer: str
     op: str
     milliseconds: float
-    """On the host, without the operations it calls, as are those on the device."""
+    """On the host, excluding the operations it calls; device time likewise."""
     device_milliseconds: float
     calls: int
 
@@ -43,8 +43,8 @@ class StepProfiler:
             with profiler.step(step):
                 ...
 
-    trace.json opens in chrome://tracing and ui.perfetto.dev; ops.txt is the table. Without a model (compiled blocks
-    can't be marked) the table tells no layers apart.
+    trace.json opens in chrome://tracing and ui.perfetto.dev; ops.txt is the table. Without a model (hooks can't mark
+    the parts of compiled blocks) the table does not distinguish layers.
     """
 
     def __init__(self, model: nn.Module | None, folder: Path, first: int, last: int) -> None:
@@ -64,7 +64,7 @@ class StepProfiler:
             self.finish()
 
     def finish(self) -> None:
-        """Write what was profiled so far, if anything was: for a run that ends before `last`."""
+        """Write what was profiled so far, if anything: for a run that ends before `last`."""
         if self._profile is None:
             return
         self._profile.stop()
@@ -96,7 +96,7 @@ def make_profiler(trainer: Trainer) -> StepProfiler | None:
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """What the table tells apart: the parts of each block, of each MoE layer in one, and what stands beside blocks."""
+    """The modules that the table lists: parts of each block, parts of each MoE layer, and modules beside blocks."""
     name_of = {module: name for name, module in model.named_modules()}
     blocks = set(blocks_of(model))
     for module, name in name_of.items():
@@ -107,22 +107,22 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _mark(name: str, module: nn.Module) -> list[Any]:
-    """Have the profiler see when the module runs."""
-    under_way: list[record_function] = []
+    """Mark in the profile when the module runs."""
+    active: list[record_function] = []
 
     def enter(*_: Any) -> None:
-        under_way.append(record_function(_MARK + name))
-        under_way[-1].__enter__()
+        active.append(record_function(_MARK + name))
+        active[-1].__enter__()
 
     def leave(*_: Any) -> None:
-        under_way.pop().__exit__(None, None, None)
+        active.pop().__exit__(None, None, None)
 
-    # Always: recomputation leaves a forward by an exception as soon as it has what it needs.
+    # always_call: recomputation leaves a forward by an exception as soon as it has what it needs.
     return [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
 
 
 def costs(events: Iterable[Any]) -> list[Cost]:
-    """What each operation of each layer cost in all, the costliest first; a backward belongs to its forward's layer."""
+    """The cost of each operation of each layer, most expensive first; backwards count for their forward's layer."""
     layer_of: dict[int, str] = {}  # by sequence number, which a backward has in common with its forward
     sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0])
     for event in events:  # in the order in which they began
@@ -152,7 +152,7 @@ def _layer_of(event: Any, layer_of: dict[int, str]) -> str:
 
 
 def table(found: list[Cost]) -> str:
-    """The layers, the costliest first; then the costliest operations of each."""
+    """The layers, most expensive first; then the most expensive operations of each."""
     by_layer: dict[str, list[Cost]] = defaultdict(list)
     for cost in found:
         by_layer[cost.layer].append(cost)
@@ -161,12 +161,12 @@ def table(found: list[Cost]) -> str:
         for layer, ops in by_layer.items()
     ]
     layers.sort(key=lambda cost: cost.milliseconds + cost.device_milliseconds, reverse=True)
-    costliest = [cost for layer in layers for cost in by_layer[layer.layer][:_OPS_A_LAYER]]
-    return "\n".join([*_lines(layers, "kinds", layers), "", *_lines(costliest, "calls", layers), ""])
+    most_expensive = [cost for layer in layers for cost in by_layer[layer.layer][:_OPS_A_LAYER]]
+    return "\n".join([*_lines(layers, "kinds", layers), "", *_lines(most_expensive, "calls", layers), ""])
 
 
 def _lines(rows: list[Cost], count: str, layers: list[Cost]) -> Iterator[str]:
-    """Shares are of all layers; the column of the device is there where there is one."""
+    """Shares are of all layers; the device column appears if the device did anything."""
     width = max([len(layer.layer) for layer in layers] + [len("layer")])
     with_device = any(layer.device_milliseconds for layer in layers)
     total = sum(layer.milliseconds for layer in layers) or 1.0

@@ -1,4 +1,4 @@
-"""What a person sees of a running job: one live line on a terminal, a few plain lines anywhere else. Free of torch."""
+"""Progress of a run: one live line on a terminal, a few plain lines anywhere else. Free of torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.live import Live
 
 _PLAIN_LINES = 20
-_FIRST_TO_GO = (
+_DROP_ORDER = (
     "lr",
     "grad",
     "memory",
@@ -25,7 +25,7 @@ _FIRST_TO_GO = (
 
 
 class Progress:
-    """Shows the state of a run, as a context manager; with `enabled=False` (ranks other than 0) it shows nothing."""
+    """Shows the state of a run, as a context manager; shows nothing with `enabled=False` (ranks other than 0)."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Progress:
         self._fields = {"step": "waiting for the first step"}
         self._validation_loss: float | None = None
         self._first: tuple[int, float] | None = (
-            None  # step and time of the first update, from which the ETA is reckoned
+            None  # step and time of the first update, from which the ETA is computed
         )
         self._live: Live | None = None
         if enabled:
@@ -93,19 +93,19 @@ class Progress:
             "lr": "" if lr is None else f"lr {lr:.1e}",
         }
         if self._live:
-            return  # it looks at the fields by itself, a few times a second
+            return  # it reads the fields by itself, a few times a second
         every = math.ceil(self._total_steps / _PLAIN_LINES)
         is_first_or_last = previous_step == 0 or step == self._total_steps
         if is_first_or_last or validation_loss is not None or step // every > previous_step // every:
             shown = {key: text for key, text in self._fields.items() if key not in ("grad", "lr")}
             if validation_loss is None:
-                shown["val"] = ""  # each is told once
+                shown["val"] = ""  # each value is printed once
             self.log("step " + _joined(shown))
 
     def _eta(self) -> str:
         now = self._clock()
         if self._first is None:
-            self._first = (self._step, now)  # what came before, such as compiling, says nothing about later steps
+            self._first = (self._step, now)  # earlier time, such as compiling, says nothing about later steps
         first_step, first_time = self._first
         steps_left = self._total_steps - self._step
         if self._step == first_step and steps_left:
@@ -123,7 +123,7 @@ class Progress:
         bar_width = 20 if room >= 110 else 6
         fields = dict(self._fields)
         show_bar = True
-        for key in _FIRST_TO_GO:
+        for key in _DROP_ORDER:
             if len(_joined(fields)) + show_bar * (bar_width + 1) <= room:
                 break
             fields.pop(key, None)

@@ -1,4 +1,4 @@
-"""End a run in order when the system asks for it."""
+"""Stop a run cleanly on SIGTERM."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 
 class StopSignal:
-    """Inside this context, the first SIGTERM only sets `requested`; the second ends the process at once."""
+    """Within this context, the first SIGTERM only sets `requested`; a second one ends the process immediately."""
 
     def __init__(self) -> None:
         self.requested = False
         self._before: Any = None
 
     def __enter__(self) -> StopSignal:
-        if threading.current_thread() is threading.main_thread():  # signals reach no other
+        if threading.current_thread() is threading.main_thread():  # Python allows signal handlers in no other thread
             self._before = signal.signal(signal.SIGTERM, self._note)
         return self
 

@@ -233,7 +233,7 @@ def test_a_full_disk_on_one_rank_ends_all_with_its_message(
     layout = LAYOUTS["ep2"]
     config = make_config(text, tmp_path, layout, async_mode=async_mode)
     told = ranks.run(run_with_a_full_disk, 2, config, full_on)
-    reason = f"No space left on device (rank {full_on}). The older ones are as they were"
+    reason = f"No space left on device (rank {full_on}). Older checkpoints are unchanged"
     assert told == [f"can't write the checkpoint of step 4: {reason}"] * 2
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000002"]
     assert "resuming from the checkpoint of step 2" in run_all(ranks, layout, config)[0].out
@@ -249,6 +249,6 @@ def test_damage_is_found_by_all_ranks_together(ranks: RankPool, text: str, tmp_p
     shard.write_bytes(content)
     out = run_all(ranks, layout, config)[0].out
     (line,) = [line for line in out.splitlines() if "damaged" in line]
-    assert line.startswith("going back to the checkpoint of step 2: that of step 4 is damaged, '")
+    assert line.startswith("falling back to the checkpoint of step 2: that of step 4 is damaged, '")
     assert "step-00000004/__1_0.distcp' is damaged" in line
     assert [record["step"] for record in records_of(tmp_path)] == [1, 2, 3, 4, 5, 6]

@@ -61,7 +61,7 @@ def test_damage_is_named_and_the_one_before_is_loaded(checkpoints, said, damage,
     assert checkpoints.load_newest(model, optimizer) == (1, {"step": 1})
     assert torch.equal(model.weight, torch.ones(2, 3))
     (line,) = said
-    assert line.startswith("going back to the checkpoint of step 1: that of step 2 is damaged, ")
+    assert line.startswith("falling back to the checkpoint of step 1: that of step 2 is damaged, ")
     assert f"step-00000002/{name}'" in line
     assert "\n" not in line
 
@@ -87,10 +87,12 @@ def test_a_step_that_was_asked_for_is_refused_when_damaged_and_nothing_changes(c
 def test_without_a_whole_one_the_error_names_what_is_wrong_with_each(checkpoints):
     cut_short(checkpoints.folder / "step-00000001" / ".metadata")
     remove(checkpoints.folder / "step-00000002" / "checkpoint.json")
-    with pytest.raises(ValueError, match="is whole") as refused:
+    with pytest.raises(ValueError, match="is intact") as refused:
         checkpoints.load_newest(*make(0.0))
     message = str(refused.value)
-    assert message.startswith(f"no checkpoint in {checkpoints.folder} is whole: that of step 2 is damaged, can't read ")
+    assert message.startswith(
+        f"no checkpoint in {checkpoints.folder} is intact: that of step 2 is damaged, can't read "
+    )
     assert "step-00000002/checkpoint.json': No such file or directory; that of step 1 is damaged, " in message
     assert "step-00000001/.metadata' has " in message
 
@@ -135,7 +137,10 @@ def test_a_full_disk_is_told_and_the_older_ones_stay(tmp_path, checkpoints, monk
 
         monkeypatch.setattr("spurline.train.checkpoint.folder.write_record", full)
     checkpoints = Checkpoints(tmp_path, 1, 1, in_background=in_background)
-    with pytest.raises(ValueError, match=r"^can't write the checkpoint of step 3: No space left on device\. The older"):
+    with pytest.raises(
+        ValueError,
+        match=r"^can't write the checkpoint of step 3: No space left on device\. Older checkpoints are unchanged",
+    ):
         save_and_wait(checkpoints, 3)
     assert sorted(path.name for path in checkpoints.folder.iterdir()) == ["step-00000001", "step-00000002"]
     monkeypatch.undo()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def tensor_differences(saved: dict[str, Any], tensors: dict[str, Tensor]) -> list[str]:
-    """One phrase for each tensor that the checkpoint and the model don't share, in the order of their names."""
+    """One phrase for each tensor that differs between the checkpoint and the model, sorted by name."""
     found = []
     for name in sorted(tensors.keys() | {name for name in saved if name.startswith("model.")}):
         bare_name = name.removeprefix("model.")
@@ -24,7 +24,7 @@ def tensor_differences(saved: dict[str, Any], tensors: dict[str, Tensor]) -> lis
 
 
 def config_differences(old: Any, new: Any, name: str = "model") -> list[str]:
-    """The fields of two configs that differ, by their dotted names: `model.dim 16 -> 24`."""
+    """The options of two configs that differ, by dotted name: `model.dim 16 -> 24`."""
     if isinstance(old, dict) and isinstance(new, dict):
         missing = "(none)"
         return [

@@ -1,4 +1,4 @@
-"""What is in a checkpoint: its tensors, and how they were shared by the ranks that wrote them."""
+"""What is in a checkpoint: its tensors, and how they were sharded over the ranks that wrote them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class StoredTensor:
     dtype: str
     num_bytes: int
     parts_by_dim: str
-    """How many parts each dim is cut into, such as 4x1; `whole` if it isn't."""
+    """The number of shards of each dim, such as 4x1; `whole` if there is one."""
 
 
 def stored_tensors(folder: Path) -> list[StoredTensor]:
-    """All tensors of a complete checkpoint, in the order of their names."""
+    """All tensors of a complete checkpoint, sorted by name."""
     saved = FileSystemReader(folder).read_metadata().state_dict_metadata
     return [
         _described(name, entry) for name, entry in sorted(saved.items()) if isinstance(entry, TensorStorageMetadata)
@@ -28,7 +28,7 @@ def stored_tensors(folder: Path) -> list[StoredTensor]:
 
 
 def _described(name: str, entry: TensorStorageMetadata) -> StoredTensor:
-    # A part begins at its own place in each dim that is cut, and at 0 in the others.
+    # Shards have different offsets in each dim that is sharded, and offset 0 in the others.
     parts = [len({chunk.offsets[dim] for chunk in entry.chunks}) for dim in range(len(entry.size))]
     return StoredTensor(
         name,

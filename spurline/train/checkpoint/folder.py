@@ -1,11 +1,11 @@
 """The folder of a run's checkpoints: what is in it, and how one is published or removed. Free of torch.
 
-step-00000100/                 a checkpoint: it got this name, by one rename, when it was complete
-  checkpoint.json              what it is of, and the size and checksum of every other file
-  .metadata, __0_0.distcp      what torch.distributed.checkpoint has written, a file or more a rank
-.step-00000200.tmp/            one that is being written, or that a kill has left
-.step-00000100.replaced.tmp/   one that steps aside for a new one of the same step
-.step-00000100.removed.tmp/    one that is being removed
+step-00000100/                 a checkpoint: renamed to this when it was complete
+  checkpoint.json              its record, with the size and checksum of every other file
+  .metadata, __0_0.distcp      the files of torch.distributed.checkpoint, one or more per rank
+.step-00000200.tmp/            a checkpoint that is being written, or was when the run was killed
+.step-00000100.replaced.tmp/   the old checkpoint while a new one of the same step is renamed
+.step-00000100.removed.tmp/    a checkpoint that is being removed
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from spurline.train.checkpoint.record import RECORD, CheckpointRecord, read_reco
 
 
 class CheckpointFolder:
-    """The checkpoints of one run, by their steps. One process at a time changes them."""
+    """The checkpoints of one run, by step. Only one process at a time may change them."""
 
     def __init__(self, run_folder: str | os.PathLike[str]) -> None:
         self.path = Path(run_folder) / "checkpoints"
 
     def named_steps(self) -> list[int]:
-        """The steps of all folders that are named as a checkpoint, whole or not, ascending."""
+        """The steps of all folders with the name of a checkpoint, intact or not, ascending."""
         names = [path.name for path in self.path.glob("step-*")]
         return sorted(int(name.removeprefix("step-")) for name in names if re.fullmatch(r"step-\d{8,}", name))
 
     def steps(self) -> list[int]:
-        """The steps of those that are complete, ascending."""
+        """The steps of the complete checkpoints, ascending."""
         return [step for step in self.named_steps() if (self.at(step) / RECORD).exists()]
 
     def at(self, step: int) -> Path:
@@ -42,7 +42,7 @@ class CheckpointFolder:
         return self.path / f".step-{step:08d}.tmp"
 
     def complete(self, step: int) -> Path:
-        """Where the checkpoint of `step` is; a ValueError tells which there are if it isn't."""
+        """The folder of the checkpoint of `step`; a ValueError that lists the steps there are if it does not exist."""
         if step not in self.steps():
             there = ", ".join(map(str, self.steps())) or "none"
             raise ValueError(f"there is no complete checkpoint {self.at(step)}; steps in that folder: {there}")
@@ -53,7 +53,7 @@ class CheckpointFolder:
         return read_record(self.at(step))
 
     def problems(self, step: int, share: int = 0, num_shares: int = 1) -> list[str]:
-        """What is wrong with the files of a checkpoint, or with every num_shares-th of them, from number `share` on."""
+        """What is wrong with the files of a checkpoint, or with every num_shares-th of them from number `share` on."""
         try:
             record = self.record(step)
         except ValueError as error:
@@ -63,7 +63,7 @@ class CheckpointFolder:
         return [problem for problem in found if problem]
 
     def problem_of(self, step: int, name: str) -> str:
-        """What is wrong with one file of a checkpoint whose record is whole, or nothing."""
+        """What is wrong with one file of a checkpoint whose record is intact, or ""."""
         (stored,) = (stored for stored in self.record(step).files if stored.name == name)
         return self._content_problem(step, stored)
 
@@ -71,7 +71,7 @@ class CheckpointFolder:
         return content_problem(str(self.at(step)), stored, lambda num_bytes: None)
 
     def best(self) -> int | None:
-        """The step with the lowest validation loss, the newest of several."""
+        """The step with the lowest validation loss; the newest of several."""
         losses = {step: self._validation_loss(step) for step in self.steps()}
         known = [(loss, -step) for step, loss in losses.items() if loss is not None]
         return -min(known)[1] if known else None
@@ -83,7 +83,7 @@ class CheckpointFolder:
             return None
 
     def publish(self, record: CheckpointRecord) -> None:
-        """Make a checkpoint of the temporary folder of its step, whose files are all written."""
+        """Turn the temporary folder of a step, with all files written, into its checkpoint."""
         temporary, path = self.temporary(record.step), self.at(record.step)
         write_record(temporary, record)
         if path.exists():
@@ -92,7 +92,7 @@ class CheckpointFolder:
         shutil.rmtree(self._aside(record.step), ignore_errors=True)
 
     def remove(self, step: int) -> None:
-        """What has to go gets another name first: a kill during the removal leaves nothing that passes for complete."""
+        """Rename it first, so that a kill during the removal leaves nothing that looks complete."""
         removed = self.path / f".step-{step:08d}.removed.tmp"
         if removed.exists():
             shutil.rmtree(removed)
@@ -100,9 +100,9 @@ class CheckpointFolder:
         shutil.rmtree(removed)
 
     def clean(self) -> None:
-        """Tidy up after a kill; not while another process writes."""
+        """Remove what a killed run left behind; not while another process writes."""
         for aside in self.path.glob(".step-*.replaced.tmp"):
-            # Killed between two renames: the new one has not taken its place.
+            # Killed between two renames: the new checkpoint is not in place yet.
             path = self.path / aside.name.removeprefix(".").removesuffix(".replaced.tmp")
             if not path.exists():
                 aside.rename(path)

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: `<run folder>/checkpoints/step-00000100`, there in full or not at all."""
+"""Checkpoints of a run: `<run folder>/checkpoints/step-00000100`, complete or not there."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from spurline.train.checkpoint.state import (
     optimizer_tensors,
 )
 
-# `torch.distributed.checkpoint` takes most of a second to import, so only the runs that save or load import it.
+# `torch.distributed.checkpoint` takes most of a second to import, so only runs that save or load import it.
 
 
 class Checkpoints:
-    """The checkpoints of one run, written and read by all of its ranks together; what one rank raises, all do.
+    """The checkpoints of one run, written and read by all of its ranks together; an error on one is raised on all.
 
-    A checkpoint is one flat dict: `model.<name>` is a parameter or a persistent buffer, `optimizer.<state>.<name>` what
-    the optimizer keeps for a parameter, `random.<rank>` the state of a rank's random numbers, and `extra` the caller's.
-    Of that, `tokens_seen` and `validation_loss` are written down where people can read them too. The optimizer's
-    settings (rate, betas, decay) are not part of it: they are the config's, also when a run goes on.
+    A checkpoint is one flat dict: `model.<name>` is a parameter or a persistent buffer, `optimizer.<state>.<name>` the
+    optimizer's state of a parameter, `random.<rank>` the random state of a rank, and `extra` belongs to the caller; its
+    `tokens_seen` and `validation_loss` are in checkpoint.json too. The optimizer's settings (learning rate, betas,
+    decay) are not saved: they come from the config, also when a run is resumed.
     """
 
     def __init__(
@@ -50,13 +50,13 @@ class Checkpoints:
         model_config: Mapping[str, Any] | None = None,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """`model_config` is stored, and compared when one is loaded; `say` takes a line for the user."""
+        """`model_config` is stored, and compared when a checkpoint is loaded; `say` shows a line to the user."""
         self._files = CheckpointFolder(run_folder)
         self.folder = self._files.path
         self.interval = interval
         self.keep_latest_k = keep_latest_k
         self.keep_best = keep_best
-        # As it comes back from a file: a tuple is a list there.
+        # As JSON returns it: tuples become lists.
         self._model_config = json.loads(json.dumps(model_config))
         self._say = say
         self._best_validation_loss: float | None = None
@@ -75,9 +75,9 @@ class Checkpoints:
     # Writing.
 
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, extra: dict[str, Any]) -> None:
-        """Write the checkpoint of `step`, then remove older ones until keep_latest_k stay (0: all stay).
+        """Write the checkpoint of `step`, then remove older ones except the latest keep_latest_k (0: keep all).
 
-        In the background, only the copy to memory is made here; it is on the disk when `wait` returns.
+        In the background, this only copies the state to host memory; it is on the disk when `wait` returns.
         """
         self.wait()
         ranks = self._joined_ranks()
@@ -85,14 +85,14 @@ class Checkpoints:
         self._best_validation_loss = min((x for x in (self._best_validation_loss, loss) if x is not None), default=None)
         best, config = self._best_validation_loss, self._model_config
         record = CheckpointRecord(step, ranks.size, extra.get("tokens_seen"), loss, best, config, files=[])
-        # In tuples, these are stored as one object; a bare dict would become entries with names of their own.
+        # In a tuple, a dict is stored as one object; otherwise each of its items would become an entry.
         state = {
             **model_tensors(model),
             **optimizer_tensors(model, optimizer),
             f"random.{ranks.rank}": (random_state(),),
             "extra": (extra,),
         }
-        _keep_quiet_about_one_process()
+        _ignore_warning_about_one_process()
         if self._background:
             self._pending = self._background.submit(self._write, record, self._staging.copy(state), ranks)
         else:
@@ -100,17 +100,17 @@ class Checkpoints:
 
     @property
     def failed(self) -> bool:
-        """Whether a checkpoint in the background has failed on this rank: `wait` raises it."""
+        """Whether writing in the background has failed on this rank; `wait` raises the error."""
         return self._pending is not None and self._pending.done() and self._pending.exception() is not None
 
     def wait(self) -> None:
-        """Until what was saved in the background is on the disk; raises what has gone wrong there."""
+        """Wait until the checkpoint written in the background is on the disk; raises the error if that failed."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
             pending.result()
 
     def close(self) -> None:
-        """Let the background finish; what goes wrong there is only said, as there is nobody left to raise it to."""
+        """Let the background finish; an error there is only shown, as another one may be on its way already."""
         try:
             self.wait()
         except Exception as error:
@@ -119,7 +119,7 @@ class Checkpoints:
             self._background.shutdown()
 
     def _joined_ranks(self) -> Ranks:
-        """All ranks; with a group of their own where the background works at the same time as the training."""
+        """All ranks, with a separate group if the background communicates at the same time as the training."""
         if self._ranks is None:
             separate = self._background is not None and dist.is_initialized()
             self._ranks = Ranks(dist.new_group(backend="gloo") if separate else None)
@@ -129,19 +129,19 @@ class Checkpoints:
         from spurline.train.checkpoint.writer import write_state
 
         try:
-            ranks.first(self._make_room)
+            ranks.first(self._prepare_folder)
             files = write_state(state, self._files.temporary(record.step), ranks, **options)
             ranks.first(lambda: self._publish(replace(record, files=files)))
         except Exception as error:
-            if ranks.rank == 0:  # by now no rank is writing any more
+            if ranks.rank == 0:  # no rank is writing any more
                 shutil.rmtree(self._files.temporary(record.step), ignore_errors=True)
             if not isinstance(error, DiskError):
                 raise
             raise ValueError(
-                f"can't write the checkpoint of step {record.step}: {error}. The older ones are as they were"
+                f"can't write the checkpoint of step {record.step}: {error}. Older checkpoints are unchanged"
             ) from error
 
-    def _make_room(self) -> None:
+    def _prepare_folder(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._files.clean()
 
@@ -157,9 +157,9 @@ class Checkpoints:
     # Reading.
 
     def load(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-        """Restore the model, and the optimizer if there is one, in place from `step`; return the checkpoint's `extra`.
+        """Load the model, and the optimizer if there is one, in place from `step`; returns the checkpoint's `extra`.
 
-        One that is damaged, or of another model, is refused with a ValueError before anything is changed.
+        A checkpoint that is damaged or of another model raises a ValueError before anything is changed.
         """
         ranks = Ranks()
         ranks.first(lambda: self._files.complete(step))
@@ -168,25 +168,25 @@ class Checkpoints:
         return self._load(step, model, optimizer, ranks)
 
     def load_newest(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, dict[str, Any]] | None:
-        """Load the newest checkpoint that is whole: its step and `extra`; None if there is no checkpoint at all."""
+        """Load the newest intact checkpoint: its step and `extra`; None if there is no checkpoint at all."""
         ranks = Ranks()
         damaged: list[str] = []
         for step in reversed(ranks.first(self._cleaned_steps)):
             problems = self._problems(step, ranks)
             if not problems:
                 if damaged:
-                    self._say(f"going back to the checkpoint of step {step}: {'; '.join(damaged)}")
+                    self._say(f"falling back to the checkpoint of step {step}: {'; '.join(damaged)}")
                 return step, self._load(step, model, optimizer, ranks)
             damaged.append(f"that of step {step} is damaged, {'; '.join(problems)}")
         if damaged:
             raise ValueError(
-                f"no checkpoint in {self.folder} is whole: {'; '.join(damaged)}."
-                " Put one back, or remove that folder to start anew"
+                f"no checkpoint in {self.folder} is intact: {'; '.join(damaged)}."
+                " Restore one, or remove that folder to start from step 1"
             )
         return None
 
     def restore_random(self, step: int, seed: int) -> None:
-        """Have this rank's random numbers go on as at `step`; seed them anew where the number of ranks was another."""
+        """Restore this rank's random state of `step`, or seed it anew if the number of ranks has changed."""
         ranks = Ranks()
         if self._files.record(step).num_ranks != ranks.size:
             seed_random(seed, step, ranks.rank)
@@ -200,7 +200,7 @@ class Checkpoints:
         return self._files.named_steps()
 
     def _problems(self, step: int, ranks: Ranks) -> list[str]:
-        """What is wrong with a checkpoint, as all ranks find together."""
+        """What is wrong with a checkpoint; each rank checks a share of its files."""
         by_rank = ranks.gather(lambda: self._files.problems(step, ranks.rank, ranks.size))
         return list(dict.fromkeys(problem for problems in by_rank for problem in problems))
 
@@ -241,26 +241,26 @@ class Checkpoints:
     def _read(self, state: dict[str, Any], step: int, ranks: Ranks, alone: bool = False) -> None:
         import torch.distributed.checkpoint as dcp
 
-        _keep_quiet_about_one_process()
+        _ignore_warning_about_one_process()
         try:
             dcp.load(state, checkpoint_id=self._files.at(step), no_dist=alone)
         except dcp.api.CheckpointException as error:
             ranks.raise_failure(error)
 
     def _saved(self, step: int) -> dict[str, Any]:
-        """What is known of each entry of a checkpoint."""
+        """The metadata of each entry of a checkpoint."""
         import torch.distributed.checkpoint as dcp
 
         return dcp.FileSystemReader(self._files.at(step)).read_metadata().state_dict_metadata
 
-    # Models alone, tensor by tensor.
+    # Models without optimizer state, one tensor at a time.
 
     def write_tensors(
         self, step: int, tensors: dict[str, Tensor], read: Callable[[str], Tensor], extra: dict[str, Any]
     ) -> None:
-        """Write a checkpoint of a model alone, whose tensors are read by name just before they are written.
+        """Write a checkpoint of a model alone; `read` returns a tensor by its name just before it is written.
 
-        `tensors` are on the meta device: no more than two of those that `read` returns are in memory at once.
+        `tensors` are on the meta device: at most two of those that `read` returns are in memory at a time.
         """
         import torch.distributed.checkpoint as dcp
 
@@ -271,8 +271,8 @@ class Checkpoints:
 
         state = {**{f"model.{name}": tensor for name, tensor in tensors.items()}, "extra": (extra,)}
         record = CheckpointRecord(step, 0, extra.get("tokens_seen"), None, None, self._model_config, files=[])
-        _keep_quiet_about_one_process()
-        # A file for each tensor: the writer holds on to all that it has written to the file it is at.
+        _ignore_warning_about_one_process()
+        # A file for each tensor: the writer keeps all tensors of a file in memory until the file is complete.
         self._write(record, state, Ranks(), planner=ReadingPlanner(), single_file_per_rank=False)
 
     def tensors(self, step: int) -> dict[str, Tensor]:
@@ -285,13 +285,13 @@ class Checkpoints:
         }
 
     def read_tensor(self, step: int, name: str, like: Tensor) -> Tensor:
-        """One of the model's tensors in full, with the shape and dtype of `like`, whatever ranks have written it."""
+        """One full tensor of the model, with the shape and dtype of `like`, however it was sharded."""
         self._files.complete(step)
         state = {f"model.{name}": torch.empty(like.shape, dtype=like.dtype)}
         self._read(state, step, Ranks(), alone=True)
         return state[f"model.{name}"]
 
 
-def _keep_quiet_about_one_process() -> None:
-    # Not just for a while: the filters are of all threads, and one that puts them back spoils those of another.
+def _ignore_warning_about_one_process() -> None:
+    # Never restored: warning filters belong to all threads, and restoring them in one would change another's.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")

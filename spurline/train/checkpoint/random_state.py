@@ -1,4 +1,4 @@
-"""The states of all random number generators of a rank."""
+"""The state of all random number generators of a rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def random_state() -> dict[str, Any]:
-    """What `restore_random_state` takes: the generators of Python, numpy, torch and, if there is one, the device."""
+    """The states of the generators of Python, numpy, torch and, if there is one, the accelerator."""
     state = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
     if torch.accelerator.is_available():
         state["device"] = torch.get_device_module().get_rng_state()
@@ -27,9 +27,9 @@ def restore_random_state(state: dict[str, Any]) -> None:
 
 
 def seed_random(seed: int, step: int, rank: int) -> None:
-    """Start all generators anew, differently for each seed, step and rank."""
+    """Seed all generators, differently for each seed, step and rank."""
     digest = hashlib.sha256(f"{seed} {step} {rank}".encode()).digest()
-    number = int.from_bytes(digest[:4], "little")  # numpy takes no more
+    number = int.from_bytes(digest[:4], "little")  # numpy accepts 32 bits
     random.seed(number)
     np.random.seed(number)
     torch.manual_seed(number)

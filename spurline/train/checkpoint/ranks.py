@@ -1,4 +1,4 @@
-"""The ranks that write or read a checkpoint together: what goes wrong on one of them is raised on all."""
+"""The ranks that write or read a checkpoint together: an error on one of them is raised on all."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Ranks:
     """All ranks of the run, or this process alone where no group was started."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        """`group` is of all ranks; the default one unless another thread uses that at the same time."""
+        """`group` has all ranks; the default group unless another thread uses it at the same time."""
         joined = dist.is_initialized()
         self.group = group
         self.size = dist.get_world_size(group) if joined else 1
         self.rank = dist.get_rank(group) if joined else 0
 
     def gather(self, call: Callable[[], T]) -> list[T]:
-        """What the call returns on each rank, by rank, on all of them; if it raises on one, then on all."""
+        """The results of the call on each rank, by rank, on all ranks; an error on one rank is raised on all."""
         value: T | None = None
         error: Exception | None = None
         try:
@@ -41,18 +41,18 @@ class Ranks:
                 self._raise(0, error, "")
             return [cast(T, value)]
         gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, (value, error and _told(error)), group=self.group)
+        dist.all_gather_object(gathered, (value, error and _picklable(error)), group=self.group)
         for rank, (_, failure) in enumerate(gathered):
             if failure is not None:
                 self._raise(rank, *failure)
         return [value for value, _ in gathered]
 
     def first(self, call: Callable[[], T]) -> T:
-        """What the call returns on the first rank, which alone makes it; the others wait."""
+        """The result of the call on the first rank, on all ranks; only the first one makes it, the others wait."""
         return cast(T, self.gather(call if self.rank == 0 else lambda: None)[0])
 
     def raise_failure(self, failed: CheckpointException) -> NoReturn:
-        """Raise what torch.distributed.checkpoint has wrapped, having shared it already."""
+        """Raise the error that torch.distributed.checkpoint has gathered from all ranks and wrapped."""
         rank, (error, _) = min(failed.failures.items())
         if not isinstance(error, Exception):
             raise error from failed  # an interrupt
@@ -68,8 +68,8 @@ class Ranks:
         raise RuntimeError(f"rank {rank} failed:\n{trace}")
 
 
-def _told(error: Exception) -> tuple[Exception, str]:
-    """The error, with its trace, in a form that every rank can read: not all that is raised survives being pickled."""
+def _picklable(error: Exception) -> tuple[Exception, str]:
+    """The error and its trace as types that can be pickled, which not every exception can."""
     trace = "".join(traceback.format_exception(error))
     if isinstance(error, OSError):
         return OSError(error.errno, error.strerror or str(error), error.filename), trace

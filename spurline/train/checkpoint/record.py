@@ -18,14 +18,14 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class CheckpointRecord:
-    """What there is to know about a checkpoint without reading its tensors."""
+    """What is known about a checkpoint without reading its tensors."""
 
     step: int
     num_ranks: int
-    """Those that wrote it."""
+    """The number of ranks that wrote it."""
     tokens_seen: int | None
     validation_loss: float | None
-    """At this step; None where it was not measured."""
+    """At this step; None if it was not measured."""
     best_validation_loss: float | None
     """Of the run so far."""
     model: dict[str, Any] | None

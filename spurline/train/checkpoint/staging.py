@@ -10,13 +10,13 @@ from torch.distributed.tensor import DTensor
 
 
 class Staging:
-    """Copies of a state on the CPU, in buffers that are used again each time."""
+    """Copies a state to host memory, into buffers that are reused."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
     def copy(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The same state, sharded in the same way, that training does not change any more."""
+        """A copy of the state, sharded in the same way, that training does not change."""
         copied = {name: self._copy(name, item) if isinstance(item, Tensor) else item for name, item in state.items()}
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
@@ -29,5 +29,5 @@ class Staging:
             pinned = local.device.type != "cpu"
             buffer = self._buffers[name] = torch.empty(local.shape, dtype=local.dtype, pin_memory=pinned)
         buffer.copy_(local, non_blocking=True)
-        # `DTensor.from_local` would take the copy back to the mesh's device.
+        # `DTensor.from_local` would move the copy to the mesh's device.
         return DTensor(buffer, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else buffer

@@ -21,13 +21,13 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def empty_optimizer_tensors(saved: dict[str, Any], model: nn.Module) -> dict[str, Tensor]:
-    """Room for the optimizer state that was saved; a new optimizer has none until its first step."""
+    """Empty tensors for the saved optimizer state; a new optimizer has no state before its first step."""
     parameters = dict(model.named_parameters())
     empty = {}
     for name, entry in saved.items():
         if name.startswith("optimizer."):
             parameter, dtype = parameters[name.split(".", 2)[2]], entry.properties.dtype
-            # Made like its parameter, moments are sharded as it is; the step count has a shape of its own.
+            # Moments have the shape and sharding of their parameter; the step count has its own shape.
             if entry.size == parameter.shape:
                 empty[name] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
             else:

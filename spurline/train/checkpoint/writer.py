@@ -1,4 +1,4 @@
-"""Write a state with torch.distributed.checkpoint, with a checksum of each file as it is written."""
+"""Write a state with torch.distributed.checkpoint, computing the checksum of each file while it is written."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def write_state(
     planner: dcp.SavePlanner | None = None,
     single_file_per_rank: bool = True,
 ) -> list[StoredFile]:
-    """Write `state` into an empty or new folder and return all of its files; what one rank raises, all do."""
+    """Write `state` into an empty or new folder; returns the files of all ranks. An error on one is raised on all."""
     writer = ChecksummedWriter(folder, single_file_per_rank)
     try:
         dcp.save(state, storage_writer=writer, planner=planner, process_group=ranks.group)
@@ -44,11 +44,11 @@ class ChecksummedWriter(dcp.FileSystemWriter):
         return list(self._files.stored.values())
 
     def write_data(self, plan: Any, planner: Any) -> Any:
-        with _disk_errors_as_they_were():
+        with _original_disk_errors():
             return super().write_data(plan, planner)
 
     def finish(self, metadata: Any, results: Any) -> None:
-        with _disk_errors_as_they_were():
+        with _original_disk_errors():
             super().finish(metadata, results)
 
 
@@ -71,7 +71,7 @@ class _ChecksummedFiles(FileSystem):
 
 
 class ChecksummedStream:
-    """A file that is written from its beginning to its end."""
+    """A file that is written sequentially."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
@@ -88,8 +88,8 @@ class ChecksummedStream:
 
 
 @contextmanager
-def _disk_errors_as_they_were() -> Iterator[None]:
-    """torch.save makes an error about positions of a disk that is full."""
+def _original_disk_errors() -> Iterator[None]:
+    """Raise the OSError behind a RuntimeError: torch.save hides a full disk behind an error about file positions."""
     try:
         yield
     except RuntimeError as error:

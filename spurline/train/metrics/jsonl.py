@@ -13,10 +13,10 @@ from spurline.files import write_file
 
 
 class JsonlWriter:
-    """Writes one JSON object a line to `<folder>/metrics.jsonl`, readable by others as soon as `write` returns.
+    """Writes one JSON object per line to `<folder>/metrics.jsonl`, readable by others as soon as `write` returns.
 
-    Starts a new file, or with `resume_from_step=n` goes on after the lines of steps up to n and drops the later ones,
-    which the resumed run writes again.
+    Starts a new file or, with `resume_from_step=n`, appends to the lines of steps up to n; later lines are dropped, as
+    the resumed run writes them again.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class JsonlWriter:
         self._file = open(self.path, mode, buffering=1, encoding="utf-8", newline="\n")  # noqa: SIM115
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append `record`, which has a `step`; a number that isn't finite becomes null, as JSON has no word for it."""
+        """Append `record`, which must have a `step`; numbers that are not finite become null, as JSON has none."""
         assert "step" in record, "a line of metrics needs its step"
         if self._file is not None:
             self._file.write(json.dumps(_to_json(record), allow_nan=False) + "\n")
@@ -67,7 +67,7 @@ def _drop_lines_after(path: Path, step: int) -> None:
 
 
 def _step_of(line: str) -> float:
-    """The step of a line; infinite, later than any, for one that a kill cut short."""
+    """The step of a line; infinity for a line that was cut off when the run was killed."""
     try:
         return int(json.loads(line)["step"])
     except (ValueError, TypeError, KeyError):

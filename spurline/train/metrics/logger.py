@@ -21,7 +21,7 @@ _PADDING = "exchange.equal_split.padding_rows"
 
 
 class MetricsLogger:
-    """Takes the steps to log; `throughput` is told of every step, and pauses for what is not training."""
+    """Logs steps. The training loop adds every step to `throughput`, and pauses it for anything but training."""
 
     def __init__(self, trainer: Trainer, writers: AllWriters, progress: Progress) -> None:
         config = trainer.config

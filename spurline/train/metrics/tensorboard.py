@@ -16,7 +16,7 @@ def is_installed() -> bool:
 
 
 class TensorBoardWriter:
-    """Takes the same records as JsonlWriter; with `resume_from_step=n` TensorBoard forgets what came after step n."""
+    """Takes the same records as JsonlWriter; with `resume_from_step=n`, TensorBoard discards what came after step n."""
 
     def __init__(self, folder: str | os.PathLike[str], resume_from_step: int | None = None) -> None:
         from torch.utils.tensorboard import SummaryWriter

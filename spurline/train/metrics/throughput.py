@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class Throughput:
-    """Tokens per second of training: the clock stands still inside `paused()`."""
+    """Tokens per second of training; time inside `paused()` does not count."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -21,7 +21,7 @@ class Throughput:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave out what happens inside: validation, a checkpoint. Pauses don't nest."""
+        """Exclude what happens inside, such as validation or a checkpoint. Pauses do not nest."""
         assert self._running_since is not None, "already paused"
         self._seconds += self._clock() - self._running_since
         self._running_since = None
@@ -31,7 +31,7 @@ class Throughput:
             self._running_since = self._clock()
 
     def read(self) -> float:
-        """Tokens per second since the last reading, and start anew."""
+        """Tokens per second since the last call; starts a new interval."""
         now = self._clock()
         if self._running_since is not None:
             self._seconds += now - self._running_since

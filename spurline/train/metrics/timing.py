@@ -1,6 +1,6 @@
 """Where the time of a step goes: its phases and, within a phase, the parts of MoE layers.
 
-Every moment belongs to one part, the innermost, so the parts of a step add up to the step.
+Every moment counts for one part, the innermost, so that the parts add up to the step.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ _REST_OF_PHASE = ""
 
 
 class StepTimer:
-    """Counts the seconds of steps, phases and parts; costs two looks at the clock for each.
+    """Measures the seconds of steps, phases and parts, with two readings of the clock for each.
 
         with timer.step():
             with timer.phase("forward"):
                 ...
         timer.read()  # {"step_time": .., "data_wait": .., "step_time_parts": {"forward": .., "other": ..}}
 
-    Outside `step()` phases and parts pass unnoticed, as those of a validation should. On an accelerator the clock is
-    a mark in its queue of work, so that nothing waits for it before the step is done.
+    Phases and parts outside `step()`, such as those of a validation, are ignored. On an accelerator the clock is an
+    event in its stream, so that nothing waits before the step is done.
     """
 
     def __init__(self, device: torch.device | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock: Callable[[], Any] = clock
         if device is not None and device.type != "cpu":
-            self._clock = partial(_mark_in_queue, device)
+            self._clock = partial(_record_event, device)
         self._marks: list[tuple[Any, str]] = []  # moments, each with what begins then
-        self._under_way: list[str] = []  # the phase, then its parts, the innermost last
+        self._active: list[str] = []  # the phase, then its parts, the innermost last
         self._in_step = False
         self._seconds: dict[str, float] = {}
         self._num_steps = 0
@@ -57,34 +57,34 @@ class StepTimer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Phases follow each other. The one named `data` is what read() calls data_wait."""
+        """Phases do not nest. read() returns the phase `data` as data_wait."""
         if not self._in_step:
             yield
             return
-        assert not self._under_way, f"phase {name} inside phase {self._under_way[0]}"
-        self._under_way = [name]
+        assert not self._active, f"phase {name} inside phase {self._active[0]}"
+        self._active = [name]
         self._mark()
         try:
             yield
         finally:
-            self._under_way = []
+            self._active = []
             self._mark()
 
     def enter(self, part: str) -> None:
-        if self._under_way:
-            self._under_way.append(part)
+        if self._active:
+            self._active.append(part)
             self._mark()
 
     def leave(self, part: str) -> None:
-        """End the innermost `part`, and what inside it never said that it was done."""
-        for place in range(len(self._under_way) - 1, 0, -1):
-            if self._under_way[place] == part:
-                del self._under_way[place:]
+        """End the innermost `part`, and any part inside it that was not ended."""
+        for place in range(len(self._active) - 1, 0, -1):
+            if self._active[place] == part:
+                del self._active[place:]
                 self._mark()
                 return
 
     def read(self) -> dict[str, Any]:
-        """Mean seconds a step since the last reading; nothing if there was no step."""
+        """Mean seconds per step since the last call; empty if there was no step."""
         num_steps, parts = self._num_steps, self._seconds
         self._num_steps, self._seconds = 0, {}
         if not num_steps:
@@ -93,7 +93,7 @@ class StepTimer:
         return {"step_time": sum(parts.values()), "data_wait": parts.get("data", 0.0), "step_time_parts": parts}
 
     def _mark(self) -> None:
-        phase, part = (self._under_way or [_REST_OF_STEP])[0], self._under_way[-1] if len(self._under_way) > 1 else ""
+        phase, part = (self._active or [_REST_OF_STEP])[0], self._active[-1] if len(self._active) > 1 else ""
         self._marks.append((self._clock(), phase if part == _REST_OF_PHASE else f"{phase}.{part}"))
 
     def _add_up(self) -> None:
@@ -102,7 +102,7 @@ class StepTimer:
         self._num_steps += 1
 
 
-def _mark_in_queue(device: torch.device) -> torch.Event:
+def _record_event(device: torch.device) -> torch.Event:
     event = torch.Event(device, enable_timing=True)
     event.record()
     return event
@@ -116,15 +116,15 @@ def _seconds_between(start: Any, end: Any) -> float:
 
 
 def watch_layers(model: nn.Module, timer: StepTimer) -> None:
-    """Have the MoE layers of a model tell `timer` about their parts, in forward and backward passes alike.
+    """Time the parts of a model's MoE layers with `timer`, in forward and backward passes.
 
-    `experts` are the routed experts, `exchange` is the rest of the layer without the shared ones: the gate, the plan,
-    rows to the experts and back (where experts fetch their rows by themselves, that counts as theirs). For models that
-    aren't compiled, as the hooks would be traced.
+    `experts` are the routed experts; `exchange` is the rest of the layer except the shared experts: gate, plan, and
+    rows to the experts and back (rows that experts gather themselves count for the experts). Not for compiled models,
+    where the hooks would be traced.
     """
     for block in blocks_of(model):
         for child in block.children():
-            # Of others the forward alone, as a backward pass may compute a whole block again from within its MoE layer.
+            # Of others only the forward: a backward pass may recompute a whole block from within its MoE layer.
             _watch_forward(child, "exchange" if isinstance(child, MoE) else _REST_OF_PHASE, timer)
             if isinstance(child, MoE):
                 _watch_backward(child, "exchange", timer)
@@ -137,18 +137,18 @@ def watch_layers(model: nn.Module, timer: StepTimer) -> None:
 
 def _watch_forward(module: nn.Module, part: str, timer: StepTimer) -> None:
     module.register_forward_pre_hook(lambda *_: timer.enter(part))
-    # Always: recomputation leaves a forward by an exception as soon as it has what it needs.
+    # always_call: recomputation leaves a forward by an exception as soon as it has what it needs.
     module.register_forward_hook(lambda *_: timer.leave(part), always_call=True)
 
 
 def _watch_backward(module: nn.Module, part: str, timer: StepTimer) -> None:
-    """For modules that use their input once, or alone: the parts of its gradient are summed up inside first."""
+    """Time a module's backward pass, from the gradient of its output to that of its input."""
     module.register_full_backward_pre_hook(lambda *_: timer.enter(part))
     module.register_full_backward_hook(lambda *_: timer.leave(part))
 
 
 def _watch_last_of_backward(module: nn.Module, timer: StepTimer) -> None:
-    """From here to the end of its MoE layer's backward pass, time is the phase's: only the gate comes later."""
+    """From this module's backward to the end of its MoE layer's, time counts for the phase: only the gate follows."""
 
     def mark(module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
         return _InBackward.apply(output, partial(timer.enter, _REST_OF_PHASE)) if torch.is_grad_enabled() else None
@@ -157,14 +157,14 @@ def _watch_last_of_backward(module: nn.Module, timer: StepTimer) -> None:
 
 
 class _InBackward(torch.autograd.Function):
-    """The identity, which calls `tell` when the backward pass comes by."""
+    """The identity; calls `notify` in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tell: Callable[[], None]) -> Tensor:
-        ctx.tell = tell
+    def forward(ctx: Any, x: Tensor, notify: Callable[[], None]) -> Tensor:
+        ctx.notify = notify
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.tell()
+        ctx.notify()
         return grad, None

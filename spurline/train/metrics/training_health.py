@@ -1,6 +1,6 @@
-"""Warnings a person can act on, from the lines of metrics as they are written. Free of torch.
+"""Warnings that a user can act on, from the records of metrics as they are written. Free of torch.
 
-Each is said once for as long as its cause lasts, and again if it comes back.
+Each warning is given once for as long as its cause lasts, and again if the cause returns.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 DEAD_STEPS = 100
-"""An expert is dead when it got no row in any line of this many steps."""
+"""An expert is dead if it got no row in any record of this many steps."""
 PATIENCE = 20
-"""Lines over which routing or data must look bad: a moment of it is normal, above all at the start."""
+"""Records over which a condition of routing or data must hold: short episodes are normal, above all at the start."""
 LOW_ENTROPY = 0.5
 NEAR_LARGEST_LOAD = 0.9
 DATA_BOUND = 0.2
@@ -22,13 +22,13 @@ SPIKE_WINDOW = 50
 
 
 class TrainingHealth:
-    """Looks at each line of metrics: `check(record)` returns the warnings that are new, a sentence each."""
+    """Checks each record of metrics: `check(record)` returns the new warnings, one sentence each."""
 
     def __init__(self, max_grad_norm: float = 0.0, top_k: int = 1) -> None:
-        """top_k: the experts of a token, which bounds how much one expert can get."""
+        """top_k: experts per token, which bounds the load of one expert."""
         self._max_grad_norm = max_grad_norm
         self._top_k = top_k
-        self._said: set[str] = set()
+        self._reported: set[str] = set()
         self._idle_since: dict[tuple[str, int], int] = {}
         self._uneven: dict[str, int] = {}
         self._waits: deque[tuple[float, float]] = deque(maxlen=PATIENCE)
@@ -45,13 +45,13 @@ class TrainingHealth:
         ]
 
     def _once(self, cause: str, holds: bool, message: str) -> list[str]:
-        """The message if `cause` holds and has not been told since it began."""
+        """The message if `cause` holds and was not reported since it began."""
         if not holds:
-            self._said.discard(cause)
+            self._reported.discard(cause)
             return []
-        if cause in self._said:
+        if cause in self._reported:
             return []
-        self._said.add(cause)
+        self._reported.add(cause)
         return [message]
 
     def _dead_experts(self, record: Mapping[str, Any]) -> list[str]:
@@ -65,9 +65,9 @@ class TrainingHealth:
                 if self._once(f"dead {layer} {expert}", step - idle_since >= DEAD_STEPS, "dead"):
                     dead.append(str(expert))
             if dead:
-                who = f"expert {dead[0]} has" if len(dead) == 1 else f"experts {', '.join(dead)} have"
+                who = f"expert {dead[0]}" if len(dead) == 1 else f"experts {', '.join(dead)}"
                 warnings.append(
-                    f"{layer}: {who} had no token for {DEAD_STEPS} steps. Raise --model.moe.bias_update_rate or"
+                    f"{layer}: {who} received no token for {DEAD_STEPS} steps. Raise --model.moe.bias_update_rate or"
                     " --model.moe.aux_loss_weight"
                 )
         return warnings
@@ -98,8 +98,8 @@ class TrainingHealth:
         return self._once(
             "data",
             len(self._waits) == PATIENCE and share > DATA_BOUND,
-            f"steps wait for data {share:.0%} of their time. Prepare the data once (spurline data prepare), or have it"
-            " on a faster disk",
+            f"steps wait for data {share:.0%} of their time. Prepare the data once (spurline data prepare), or move it"
+            " to a faster disk",
         )
 
     def _loss_spike(self, record: Mapping[str, Any]) -> list[str]:
@@ -110,7 +110,7 @@ class TrainingHealth:
         if len(self._losses) >= PATIENCE:
             usual, spread = statistics.fmean(self._losses), statistics.pstdev(self._losses)
             is_spike = loss > usual + 6 * spread and loss > 1.1 * usual
-        if not is_spike:  # what is usual is not learned from spikes
+        if not is_spike:  # spikes do not count as usual
             self._losses.append(loss)
         return self._once(
             "spike",
@@ -128,5 +128,5 @@ class TrainingHealth:
             "clipped",
             self._clipped >= CLIPPED_LINES,
             f"the gradient was clipped {CLIPPED_LINES} times in a row (norm {norm:.3g}, --training.max_grad_norm"
-            f" {limit:g}): every step is as long as the limit. Raise it, or lower --optimizer.lr",
+            f" {limit:g}): every update has the length of the limit. Raise the limit, or lower --optimizer.lr",
         )

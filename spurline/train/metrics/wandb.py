@@ -1,4 +1,4 @@
-"""Metrics to Weights & Biases, or for it into `<run>/wandb/` where there is no network."""
+"""Metrics for Weights & Biases, or in its format in `<run>/wandb/` without a network."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from spurline.train.metrics.scalars import scalars
 
 
 class WandbWriter:
-    """Takes the same records as JsonlWriter. A resumed run goes on under its old id.
+    """Takes the same records as JsonlWriter. A resumed run continues under its old id.
 
-    What W&B has seen of steps after the checkpoint stays as it is: it takes each step once.
+    W&B accepts each step once, so what it has of steps after the checkpoint stays as it is.
     """
 
     def __init__(
@@ -27,7 +27,9 @@ class WandbWriter:
         try:
             import wandb
         except ImportError:
-            raise ValueError("metrics.wandb: the package is missing: pip install 'spurline[wandb]'") from None
+            raise ValueError(
+                "metrics.wandb: the package wandb is not installed: pip install 'spurline[wandb]'"
+            ) from None
         folder = Path(folder)
         id_file = folder / "wandb_id"
         known_id = id_file.read_text().strip() if resume_from_step is not None and id_file.exists() else None

@@ -12,7 +12,7 @@ from spurline.train.metrics.jsonl import JsonlWriter
 
 
 class Writer(Protocol):
-    """Anything that takes lines of metrics."""
+    """Anything that takes records of metrics."""
 
     def write(self, record: Mapping[str, Any]) -> None: ...
 
@@ -20,7 +20,7 @@ class Writer(Protocol):
 
 
 class AllWriters:
-    """Hands each line to several writers; metrics.jsonl comes first, so that it has what another one trips over."""
+    """Passes each record to several writers; metrics.jsonl is first, so that it has what another one fails on."""
 
     def __init__(self, writers: list[Writer]) -> None:
         self._writers = writers
@@ -33,9 +33,9 @@ class AllWriters:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        with ExitStack() as all_of_them:
+        with ExitStack() as stack:
             for writer in self._writers:
-                all_of_them.enter_context(closing(writer))
+                stack.enter_context(closing(writer))
 
 
 def open_writers(
@@ -45,14 +45,14 @@ def open_writers(
     resume_from_step: int | None = None,
     enabled: bool = True,
 ) -> AllWriters:
-    """Those that `metrics` asks for, for the run in `folder`; none on ranks that don't write (enabled=False).
+    """The writers that `metrics` selects, for the run in `folder`; none on ranks that do not write (enabled=False).
 
-    TensorBoard is left out where it isn't installed. `run_config` is what W&B shows as the config.
+    TensorBoard is skipped if it is not installed. `run_config` is what W&B shows as the config.
     """
     if not enabled:
         return AllWriters([])
     writers: list[Writer] = []
-    if metrics.wandb != "off":  # first, as this is the one that may be refused
+    if metrics.wandb != "off":  # first, as it may be refused, and nothing should be written then
         from spurline.train.metrics.wandb import WandbWriter
 
         writers.append(WandbWriter(folder, metrics.wandb, metrics.wandb_project, run_config, resume_from_step))
