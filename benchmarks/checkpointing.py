@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from spurline.testing import RankPool
-from spurline.train.checkpoint.manager import Checkpoints
+from spurline.train.checkpoint.manager import CheckpointManager
 
 WIDTH, LAYERS, REPETITIONS = 2560, 8, 3
 
@@ -38,8 +38,8 @@ def measure(rank: int, folder: str) -> dict[str, list[float]]:
     if dist.is_initialized():
         fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    at_once = Checkpoints(Path(folder) / "at_once", 1, 1)
-    background = Checkpoints(Path(folder) / "background", 1, 1, in_background=True)
+    at_once = CheckpointManager(Path(folder) / "at_once", 1, 1)
+    background = CheckpointManager(Path(folder) / "background", 1, 1, in_background=True)
     figures: dict[str, list[float]] = {"at once": [], "background": [], "step": [], "step meanwhile": []}
     for step in range(1, REPETITIONS + 2):
         for _ in range(2):

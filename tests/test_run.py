@@ -12,7 +12,7 @@ import torch
 from spurline import config_io
 from spurline.cli import main
 from spurline.train import run as run_module
-from spurline.train.checkpoint.manager import Checkpoints
+from spurline.train.checkpoint.manager import CheckpointManager
 from spurline.train.trainer import Trainer
 
 PRESET = ["--module", "deepseek_v3", "--config", "deepseek_v3_debugmodel"]
@@ -246,7 +246,7 @@ def interrupt_after(patch, owner, name, at_step):
 
 @pytest.mark.parametrize(
     ("owner", "name", "at_step", "done"),
-    [(Trainer, "step", 6, 4), (Checkpoints, "save", 4, 4), (Trainer, "step", 2, None)],
+    [(Trainer, "step", 6, 4), (CheckpointManager, "save", 4, 4), (Trainer, "step", 2, None)],
 )
 def test_killed_run_goes_on_from_its_last_checkpoint_with_each_step_once(folder, train, owner, name, at_step, done):
     with pytest.MonkeyPatch.context() as patch:

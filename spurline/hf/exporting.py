@@ -18,7 +18,7 @@ from spurline.hf.folder import INDEX, TOKENIZER_FOLDER, WEIGHTS, copy_tokenizer,
 from spurline.hf.safetensors_file import Entry, write_file
 from spurline.hf.verify import compare_logits
 from spurline.models.common.hf import Slot
-from spurline.train.checkpoint.manager import Checkpoints
+from spurline.train.checkpoint.manager import CheckpointManager
 
 # Keys that don't affect the logits and so are not in our model config, kept from the config.json of the import.
 _KEPT_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "initializer_range")
@@ -40,7 +40,7 @@ def export_run(
     family, _, run_config = config_io.load(run / "config.json")
     model = run_config.model
     architecture = architecture_for(family, model)
-    checkpoints = Checkpoints(run, interval=1, keep_latest_k=0)
+    checkpoints = CheckpointManager(run, interval=1, keep_latest_k=0)
     step = checkpoints.latest() if step is None else step
     if step is None:
         raise ValueError(f"{checkpoints.folder} has no complete checkpoint: train with --checkpoint.enable")
@@ -67,7 +67,7 @@ def export_run(
 class Source:
     """The tensors of a checkpoint under their Hugging Face names; values are read one slot at a time."""
 
-    def __init__(self, checkpoints: Checkpoints, step: int, slots: list[Slot], dtype: torch.dtype | None) -> None:
+    def __init__(self, checkpoints: CheckpointManager, step: int, slots: list[Slot], dtype: torch.dtype | None) -> None:
         self._checkpoints = checkpoints
         self._step = step
         self._slots = [slot for slot in slots if slot.pieces]

@@ -18,7 +18,7 @@ from spurline.hf.folder import TOKENIZER_FOLDER, copy_tokenizer, find_tensors, n
 from spurline.hf.safetensors_file import FLOATS, Stored, read_into
 from spurline.hf.verify import compare_logits
 from spurline.models.common.hf import Slot
-from spurline.train.checkpoint.manager import Checkpoints
+from spurline.train.checkpoint.manager import CheckpointManager
 
 
 def import_folder(
@@ -72,7 +72,7 @@ def write_checkpoint(run_folder: Path, slots: list[Slot], stored: dict[str, Stor
     def read(name: str) -> Tensor:
         return read_slot(of_name[name], stored, tensors[name].dtype)
 
-    Checkpoints(run_folder, interval=1, keep_latest_k=0).write_tensors(0, tensors, read, {"tokens_seen": 0})
+    CheckpointManager(run_folder, interval=1, keep_latest_k=0).write_tensors(0, tensors, read, {"tokens_seen": 0})
 
 
 def _like(slot: Slot, stored: dict[str, Stored], dtype: torch.dtype | None) -> Tensor:

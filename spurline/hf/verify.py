@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from spurline.models.common.decoder_config import DecoderConfig
-from spurline.train.checkpoint.manager import Checkpoints
+from spurline.train.checkpoint.manager import CheckpointManager
 
 TOLERANCE = 1e-3
 """Relative to the largest logit: far above rounding differences, far below the effect of a wrong weight."""
@@ -36,7 +36,7 @@ def compare_logits(
 
 def _our_model(model: DecoderConfig, run: Path, step: int) -> Any:
     ours = model.build().eval()
-    Checkpoints(run, interval=1, keep_latest_k=0).load(step, ours, None)
+    CheckpointManager(run, interval=1, keep_latest_k=0).load(step, ours, None)
     return ours
 
 

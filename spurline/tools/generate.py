@@ -199,9 +199,9 @@ def load_model(run_folder: Path, config: RunConfig[Any], step: int | None) -> nn
     from spurline.models.common.linear import Embedding, Linear
     from spurline.moe import Experts
     from spurline.moe.layer import SharedExperts
-    from spurline.train.checkpoint.manager import Checkpoints
+    from spurline.train.checkpoint.manager import CheckpointManager
 
-    checkpoints = Checkpoints(run_folder, config.checkpoint.interval, config.checkpoint.keep_latest_k)
+    checkpoints = CheckpointManager(run_folder, config.checkpoint.interval, config.checkpoint.keep_latest_k)
     step = checkpoints.latest() if step is None else step
     if step is None:
         raise ConfigError([f"{checkpoints.folder}: no checkpoint found; train with --checkpoint.enable"])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from spurline.parallel.world import World
-from spurline.train.checkpoint.manager import Checkpoints
+from spurline.train.checkpoint.manager import CheckpointManager
 from spurline.train.metrics.logger import MetricsLogger
 from spurline.train.metrics.step_metrics import StepMetrics
 from spurline.train.profiling import make_profiler
@@ -38,7 +38,7 @@ class TrainingLoop:
         self,
         trainer: Trainer,
         logger: MetricsLogger,
-        checkpoints: Checkpoints,
+        checkpoints: CheckpointManager,
         stop_signal: StopSignal,
         position: Position,
     ) -> None:

@@ -16,7 +16,7 @@ from spurline.config import RunConfig
 from spurline.parallel.fsdp import has_separate_expert_units
 from spurline.parallel.world import joined_world
 from spurline.train.allocator import keep_freed_memory
-from spurline.train.checkpoint.manager import Checkpoints
+from spurline.train.checkpoint.manager import CheckpointManager
 from spurline.train.loop import Position, TrainingLoop
 from spurline.train.metrics.logger import MetricsLogger
 from spurline.train.metrics.writers import open_writers
@@ -50,7 +50,7 @@ def train(module: str, config_name: str, config: RunConfig[Any]) -> Path:
     return folder
 
 
-def take_steps(trainer: Trainer, checkpoints: Checkpoints, progress: Progress, start: Position) -> bool:
+def take_steps(trainer: Trainer, checkpoints: CheckpointManager, progress: Progress, start: Position) -> bool:
     """Take the steps that are left and write their metrics; returns False if SIGTERM came before the last one."""
     config, is_first = trainer.config, trainer.world.is_first
     with (
@@ -83,9 +83,9 @@ def make_folder(folder: Path) -> None:
         raise ValueError(f"job.dump_folder {folder}: can't make this folder: {error.strerror}") from None
 
 
-def open_checkpoints(folder: Path, config: RunConfig[Any], say: Callable[[str], None]) -> Checkpoints:
+def open_checkpoints(folder: Path, config: RunConfig[Any], say: Callable[[str], None]) -> CheckpointManager:
     section = config.checkpoint
-    return Checkpoints(
+    return CheckpointManager(
         folder,
         section.interval,
         section.keep_latest_k,
@@ -96,7 +96,7 @@ def open_checkpoints(folder: Path, config: RunConfig[Any], say: Callable[[str], 
     )
 
 
-def resume(trainer: Trainer, checkpoints: Checkpoints) -> Position:
+def resume(trainer: Trainer, checkpoints: CheckpointManager) -> Position:
     """Load the newest checkpoint that is complete, if there is one; returns how far the run had come."""
     loaded = checkpoints.load_newest(trainer.model, trainer.optimizer)
     if loaded is None:

@@ -18,7 +18,7 @@ from spurline.moe.config import MoEConfig
 from spurline.parallel.world import World, joined_world
 from spurline.testing import RankPool
 from spurline.testing.equivalence import relative_error
-from spurline.train.checkpoint.manager import Checkpoints
+from spurline.train.checkpoint.manager import CheckpointManager
 from spurline.train.trainer import Trainer, make_trainer
 
 MODEL = DeepSeekV3Config(
@@ -55,7 +55,7 @@ def run_on_rank(rank: int, config: RunConfig[Any], folder: str) -> dict[str, Ten
     with mock.patch.dict(os.environ, environment), joined_world(config.parallelism) as world:
         trainer = make_trainer(config, world)
         results = first_step(trainer)
-        Checkpoints(Path(folder), 1, 0).save(1, trainer.model, trainer.optimizer, {})
+        CheckpointManager(Path(folder), 1, 0).save(1, trainer.model, trainer.optimizer, {})
         return results | {f"new {name}": whole(p).detach() for name, p in trainer.model.named_parameters()}
 
 
@@ -92,6 +92,6 @@ def test_first_step_on_two_ranks_is_that_of_one(
         errors = {key: relative_error(actual[key], value) for key, value in expected.items()}
         assert max(errors.values()) < 1e-5, max(errors, key=errors.__getitem__)
 
-    Checkpoints(tmp_path / "run", 1, 0).load(1, trainer.model, None)
+    CheckpointManager(tmp_path / "run", 1, 0).load(1, trainer.model, None)
     for name, parameter in trainer.model.named_parameters():
         assert torch.equal(parameter, actual[f"new {name}"]), name

@@ -12,7 +12,7 @@ from spurline import config_io
 from spurline.hf.exporting import export_run
 from spurline.hf.folder import INDEX
 from spurline.hf.importing import import_folder
-from spurline.train.checkpoint.manager import Checkpoints
+from spurline.train.checkpoint.manager import CheckpointManager
 
 
 def stored(folder):
@@ -29,7 +29,7 @@ def stored(folder):
 
 def our_model(run) -> nn.Module:
     model = config_io.load(run / "config.json")[2].model.build().eval()
-    Checkpoints(run, interval=1, keep_latest_k=0).load(0, model, None)
+    CheckpointManager(run, interval=1, keep_latest_k=0).load(0, model, None)
     return model
 
 

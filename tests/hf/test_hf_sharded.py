@@ -13,7 +13,7 @@ from spurline.config import Compile, Parallelism
 from spurline.parallel.model import parallelize_model
 from spurline.parallel.world import joined_world
 from spurline.testing import RankPool
-from spurline.train.checkpoint.manager import Checkpoints
+from spurline.train.checkpoint.manager import CheckpointManager
 
 LAYOUTS = {
     "fsdp": Parallelism(data_parallel_shard_degree=2),
@@ -31,7 +31,7 @@ def save_again(rank: int, run: Path, parallelism: Parallelism, step: int) -> lis
             model = config_io.load(run / "config.json")[2].model.build()
         parallelize_model(model, world.meshes, "none", Compile(), None)
         model.to_empty(device=world.device)
-        checkpoints = Checkpoints(run, interval=1, keep_latest_k=0)
+        checkpoints = CheckpointManager(run, interval=1, keep_latest_k=0)
         checkpoints.load(0, model, None)
         checkpoints.save(step, model, torch.optim.SGD(model.parameters()), {"tokens_seen": 0})
         return [str(parameter.placements) for parameter in model.parameters()]

@@ -9,7 +9,7 @@ from their_models import make, save
 from spurline.hf import importing
 from spurline.hf.exporting import export_run
 from spurline.hf.importing import import_folder
-from spurline.train.checkpoint.manager import Checkpoints
+from spurline.train.checkpoint.manager import CheckpointManager
 
 
 class Live:
@@ -41,7 +41,7 @@ def source(tmp_path_factory):
 def test_no_more_than_two_tensors_are_in_memory(source, tmp_path, monkeypatch):
     reading, writing = Live(), Live()
     monkeypatch.setattr(importing, "read_slot", reading.counting(importing.read_slot))
-    monkeypatch.setattr(Checkpoints, "read_tensor", writing.counting(Checkpoints.read_tensor))
+    monkeypatch.setattr(CheckpointManager, "read_tensor", writing.counting(CheckpointManager.read_tensor))
     import_folder(source, tmp_path / "run")
     export_run(tmp_path / "run", tmp_path / "back")
     assert reading.total > 15 * reading.largest
@@ -54,7 +54,7 @@ def test_experts_of_a_layer_are_one_tensor_in_one_file(source, tmp_path):
     """What the bound above rests on: the writer of checkpoints keeps all that it has written to one file."""
     import_folder(source, tmp_path / "run")
     files = list((tmp_path / "run" / "checkpoints" / "step-00000000").glob("*.distcp"))
-    tensors = Checkpoints(tmp_path / "run", 1, 0).tensors(0)
+    tensors = CheckpointManager(tmp_path / "run", 1, 0).tensors(0)
     assert len(files) == len(tensors) + 1  # and what the caller adds
     assert tensors["layers.7.moe.experts.w1_EFD"].shape == (8, 24, 32)
 
@@ -72,7 +72,7 @@ def interrupted(function, call):
 
 
 def test_an_interrupt_leaves_nothing(source, tmp_path, monkeypatch):
-    read_into, read_tensor = importing.read_into, Checkpoints.read_tensor
+    read_into, read_tensor = importing.read_into, CheckpointManager.read_tensor
     monkeypatch.setattr(importing, "read_into", interrupted(read_into, call=3))
     with pytest.raises(KeyboardInterrupt):
         import_folder(source, tmp_path / "made" / "run")
@@ -81,7 +81,7 @@ def test_an_interrupt_leaves_nothing(source, tmp_path, monkeypatch):
     monkeypatch.setattr(importing, "read_into", read_into)
     import_folder(source, tmp_path / "run")
     # First are the selection biases of eight layers, and then what goes into the file.
-    monkeypatch.setattr(Checkpoints, "read_tensor", interrupted(read_tensor, call=12))
+    monkeypatch.setattr(CheckpointManager, "read_tensor", interrupted(read_tensor, call=12))
     with pytest.raises(KeyboardInterrupt):
         export_run(tmp_path / "run", tmp_path / "made" / "back")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
@@ -99,7 +99,7 @@ def test_an_error_of_reading_keeps_its_kind(source, tmp_path, monkeypatch):
 
 def test_a_selection_bias_that_they_lack_must_be_zero(tmp_path):
     import_folder(save(make("deepseek_v2"), tmp_path / "theirs"), tmp_path / "run")
-    checkpoints = Checkpoints(tmp_path / "run", 1, 0)
+    checkpoints = CheckpointManager(tmp_path / "run", 1, 0)
     tensors = checkpoints.tensors(0)
     zeros = checkpoints.read_tensor(
         0, "layers.2.moe.router.expert_bias_E", tensors["layers.2.moe.router.expert_bias_E"]

@@ -27,7 +27,7 @@ from spurline.moe.balance import routers
 from spurline.moe.config import MoEConfig
 from spurline.parallel.compile import apply_compile
 from spurline.parallel.remat import apply_remat
-from spurline.train.checkpoint.manager import Checkpoints
+from spurline.train.checkpoint.manager import CheckpointManager
 from spurline.train.loss import IGNORE_INDEX, cross_entropy_sum
 
 CONFIG = DeepSeekV3Config(
@@ -192,7 +192,7 @@ def exported(tmp_path: Path) -> tuple[DeepSeekV3, Path]:
     run = tmp_path / "run"
     run.mkdir()
     config_io.save(run / "config.json", "deepseek_v3", "deepseek_v3_debugmodel", RunConfig(model=model.config))
-    Checkpoints(run, 1, 0).save(1, model, torch.optim.AdamW(model.parameters()), {})
+    CheckpointManager(run, 1, 0).save(1, model, torch.optim.AdamW(model.parameters()), {})
     export_run(run, tmp_path / "theirs")
     return model, tmp_path / "theirs"
 

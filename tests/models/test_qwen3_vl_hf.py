@@ -14,7 +14,7 @@ from spurline.hf.exporting import export_run
 from spurline.hf.families import architecture_for, find_architecture, read_model_config
 from spurline.hf.importing import import_folder
 from spurline.models import family_configs
-from spurline.train.checkpoint.manager import Checkpoints
+from spurline.train.checkpoint.manager import CheckpointManager
 
 transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()
@@ -85,7 +85,7 @@ def test_model_of_transformers_is_read_and_written_back(tmp_path: Path, tied: bo
     family, _, config = load(tmp_path / "run" / "config.json")
     assert family == "qwen3_vl"
     ours = config.model.build().eval()
-    Checkpoints(tmp_path / "run", interval=1, keep_latest_k=0).load(0, ours, None)
+    CheckpointManager(tmp_path / "run", interval=1, keep_latest_k=0).load(0, ours, None)
     tokens_BL, images = make_inputs()
     torch.testing.assert_close(ours(tokens_BL, images=images), expected_BLV, rtol=0, atol=1e-4)
 

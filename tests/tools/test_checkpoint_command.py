@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from spurline.train.checkpoint.manager import Checkpoints
+from spurline.train.checkpoint.manager import CheckpointManager
 
 
 @pytest.fixture
 def run(tmp_path):
     """A run with the checkpoints of steps 1 to 4, the second of which is the best."""
-    checkpoints = Checkpoints(tmp_path / "run", 1, 0, model_config={"dim": 3})
+    checkpoints = CheckpointManager(tmp_path / "run", 1, 0, model_config={"dim": 3})
     model = nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 3)).sum().backward()

@@ -74,7 +74,7 @@ def test_a_model_comes_is_trained_and_goes(spurline, theirs, tmp_path):
 def test_training_starts_from_the_imported_weights(spurline, theirs, tmp_path):
     from spurline import config_io
     from spurline.config import Data
-    from spurline.train.checkpoint.manager import Checkpoints
+    from spurline.train.checkpoint.manager import CheckpointManager
     from spurline.train.loop import Position
     from spurline.train.run import resume
     from spurline.train.trainer import make_trainer
@@ -83,7 +83,7 @@ def test_training_starts_from_the_imported_weights(spurline, theirs, tmp_path):
     config = config_io.load(tmp_path / "run" / "config.json")[2]
     (tmp_path / "text.txt").write_text("side track " * 100)
     trainer = make_trainer(replace(config, data=Data(path="text.txt"), training=replace(config.training, threads=1)))
-    assert resume(trainer, Checkpoints("run", 1, 0)) == Position(step=0, tokens_seen=0)
+    assert resume(trainer, CheckpointManager("run", 1, 0)) == Position(step=0, tokens_seen=0)
     tokens_BL = torch.arange(32).view(2, 16)
     with torch.no_grad():
         expected_BLV = transformers.AutoModelForCausalLM.from_pretrained(theirs)(tokens_BL).logits

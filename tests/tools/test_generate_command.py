@@ -24,7 +24,7 @@ from spurline.moe.config import MoEConfig
 from spurline.parallel.world import joined_world
 from spurline.testing import RankPool
 from spurline.tools.generate import load_model
-from spurline.train.checkpoint.manager import Checkpoints
+from spurline.train.checkpoint.manager import CheckpointManager
 from spurline.train.trainer import make_trainer
 
 CONFIG = RunConfig(
@@ -60,7 +60,7 @@ def save_run(folder: Path, *steps: int, config: RunConfig[Any] = CONFIG) -> None
     config_io.save(folder / "config.json", "deepseek_v3", "deepseek_v3_debugmodel", config)
     for step in steps:
         model = built(step, config)
-        Checkpoints(folder, 1, 0).save(step, model, torch.optim.AdamW(model.parameters()), {})
+        CheckpointManager(folder, 1, 0).save(step, model, torch.optim.AdamW(model.parameters()), {})
 
 
 @pytest.fixture
@@ -146,7 +146,7 @@ def save_on_rank(rank: int, config: RunConfig[Any], folder: str) -> None:
         joined_world(config.parallelism) as world,
     ):
         trainer = make_trainer(config, world)
-        Checkpoints(folder, 1, 0).save(1, trainer.model, trainer.optimizer, {})
+        CheckpointManager(folder, 1, 0).save(1, trainer.model, trainer.optimizer, {})
 
 
 @pytest.mark.parametrize("degrees", [{"tensor_parallel_degree": 2}, {"expert_parallel_degree": 2}], ids=str)
@@ -225,7 +225,7 @@ def test_a_diverged_model_is_one_clear_line(spurline, tmp_path):
     save_run(tmp_path / "run")
     model = built(1)
     torch.nn.init.constant_(model.norm.weight, float("nan"))
-    Checkpoints(tmp_path / "run", 1, 0).save(1, model, torch.optim.AdamW(model.parameters()), {})
+    CheckpointManager(tmp_path / "run", 1, 0).save(1, model, torch.optim.AdamW(model.parameters()), {})
     code, _, err = spurline("generate", "run", *X)
     assert code == 2
     assert "the model's logits are not finite numbers" in err

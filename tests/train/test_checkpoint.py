@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from spurline.train.checkpoint.manager import Checkpoints
+from spurline.train.checkpoint.manager import CheckpointManager
 
 
 class Model(nn.Module):
@@ -44,7 +44,7 @@ def assert_same_bits(model, other):
 
 
 def saved_run(folder, keep_latest_k=0, steps=(1,)):
-    checkpoints = Checkpoints(folder, interval=1, keep_latest_k=keep_latest_k)
+    checkpoints = CheckpointManager(folder, interval=1, keep_latest_k=keep_latest_k)
     model = Model()
     for step in steps:
         checkpoints.save(step, model, adamw(model), {"step": step})
@@ -64,13 +64,13 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path, fused):
     first = Model()
     first_optimizer = adamw(first, fused)
     train(first, first_optimizer, range(1, 5))
-    Checkpoints(tmp_path, 4, 0).save(4, first, first_optimizer, {})
+    CheckpointManager(tmp_path, 4, 0).save(4, first, first_optimizer, {})
     train(first, first_optimizer, range(5, 9))  # saving must not disturb the run that saves
     assert_same_bits(first, straight)
 
     resumed = Model(seed=1)
     resumed_optimizer = adamw(resumed, fused)
-    checkpoints = Checkpoints(tmp_path, 4, 0)
+    checkpoints = CheckpointManager(tmp_path, 4, 0)
     checkpoints.load(checkpoints.latest(), resumed, resumed_optimizer)
     train(resumed, resumed_optimizer, range(5, 9))
     assert_same_bits(resumed, straight)
@@ -82,7 +82,7 @@ def test_a_checkpoint_before_the_first_step_leaves_no_trace_in_the_optimizer(tmp
 
     model = Model()
     optimizer = adamw(model)
-    checkpoints = Checkpoints(tmp_path, 1, 0)
+    checkpoints = CheckpointManager(tmp_path, 1, 0)
     checkpoints.save(0, model, optimizer, {})
     assert not optimizer.state
     resumed = Model(seed=1)
@@ -95,7 +95,7 @@ def test_a_checkpoint_before_the_first_step_leaves_no_trace_in_the_optimizer(tmp
 def test_loading_into_a_run_that_has_gone_on_takes_it_back(tmp_path):
     model = Model()
     optimizer = adamw(model)
-    checkpoints = Checkpoints(tmp_path, 1, 0)
+    checkpoints = CheckpointManager(tmp_path, 1, 0)
     train(model, optimizer, [1, 2])
     checkpoints.save(2, model, optimizer, {})
     train(model, optimizer, [3])
@@ -128,7 +128,7 @@ def test_a_model_whose_state_dict_is_made_of_copies_is_restored(tmp_path):
 def test_persistent_buffers_are_restored_and_others_left_alone(tmp_path):
     model = Model()
     model.expert_bias.copy_(torch.tensor([0.25, -0.5]))
-    checkpoints = Checkpoints(tmp_path, 1, 0)
+    checkpoints = CheckpointManager(tmp_path, 1, 0)
     checkpoints.save(1, model, adamw(model), {})
     other = Model(seed=3)
     checkpoints.load(1, other, adamw(other))
@@ -147,7 +147,7 @@ def test_optimizer_settings_stay_those_of_the_config(tmp_path):
     model = Model()
     optimizer = adamw(model, weight_decay=0.5)
     train(model, optimizer, [1])
-    checkpoints = Checkpoints(tmp_path, 1, 0)
+    checkpoints = CheckpointManager(tmp_path, 1, 0)
     checkpoints.save(1, model, optimizer, {})
     changed = adamw(model, weight_decay=0.25)
     checkpoints.load(1, model, changed)
@@ -163,7 +163,7 @@ def test_extra_comes_back_as_it_was(tmp_path):
         "none": None,
     }
     model = Model()
-    checkpoints = Checkpoints(tmp_path, 1, 0)
+    checkpoints = CheckpointManager(tmp_path, 1, 0)
     checkpoints.save(1, model, adamw(model), extra)
     loaded = checkpoints.load(1, model, adamw(model))
     assert torch.equal(loaded.pop("rng"), extra.pop("rng"))
@@ -177,7 +177,7 @@ def test_saving_and_loading_is_quiet(tmp_path):
 
 
 def test_a_checkpoint_is_due_at_the_interval_and_at_the_end():
-    checkpoints = Checkpoints("unused", interval=4, keep_latest_k=0)
+    checkpoints = CheckpointManager("unused", interval=4, keep_latest_k=0)
     assert [step for step in range(1, 11) if checkpoints.is_due(step, last_step=10)] == [4, 8, 10]
 
 
@@ -225,7 +225,7 @@ def test_saving_a_step_again_replaces_it(tmp_path):
 
 
 def test_latest_without_checkpoints_is_none(tmp_path):
-    assert Checkpoints(tmp_path, 1, 0).latest() is None
+    assert CheckpointManager(tmp_path, 1, 0).latest() is None
 
 
 def test_leftovers_of_a_killed_save_are_ignored_and_removed_by_the_next(tmp_path):

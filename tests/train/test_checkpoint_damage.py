@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from spurline.train.checkpoint.folder import CheckpointFolder
-from spurline.train.checkpoint.manager import Checkpoints
+from spurline.train.checkpoint.manager import CheckpointManager
 from spurline.train.checkpoint.writer import ChecksummedStream
 
 
@@ -29,7 +29,7 @@ def said():
 @pytest.fixture
 def checkpoints(tmp_path, said):
     """Those of steps 1 and 2, whose weights are the number of the step."""
-    checkpoints = Checkpoints(tmp_path, 1, 0, say=said.append)
+    checkpoints = CheckpointManager(tmp_path, 1, 0, say=said.append)
     for step in (1, 2):
         checkpoints.save(step, *make(float(step)), {"step": step})
     return checkpoints
@@ -107,7 +107,7 @@ def test_a_damaged_step_is_replaced_when_the_run_comes_by_again(checkpoints, sai
 
 
 def test_no_checkpoint_at_all_is_a_new_run(tmp_path):
-    assert Checkpoints(tmp_path, 1, 0).load_newest(*make(0.0)) is None
+    assert CheckpointManager(tmp_path, 1, 0).load_newest(*make(0.0)) is None
 
 
 def fail_after(monkeypatch, num_writes):
@@ -136,7 +136,7 @@ def test_a_full_disk_is_told_and_the_older_ones_stay(tmp_path, checkpoints, monk
             raise OSError(errno.ENOSPC, "No space left on device")
 
         monkeypatch.setattr("spurline.train.checkpoint.folder.write_record", full)
-    checkpoints = Checkpoints(tmp_path, 1, 1, in_background=in_background)
+    checkpoints = CheckpointManager(tmp_path, 1, 1, in_background=in_background)
     with pytest.raises(
         ValueError,
         match=r"^can't write the checkpoint of step 3: No space left on device\. Older checkpoints are unchanged",
@@ -156,13 +156,13 @@ def test_a_folder_that_may_not_be_written_is_named(tmp_path, monkeypatch):
 
     monkeypatch.setattr("pathlib.Path.mkdir", forbidden)
     with pytest.raises(ValueError, match=r"can't write the checkpoint of step 1: .*/checkpoints: Permission denied"):
-        Checkpoints(tmp_path, 1, 0).save(1, *make(1.0), {})
+        CheckpointManager(tmp_path, 1, 0).save(1, *make(1.0), {})
 
 
 def test_a_file_in_the_way_of_the_folder_is_named(tmp_path):
     (tmp_path / "checkpoints").write_text("")
     with pytest.raises(ValueError, match=r"can't write the checkpoint of step 1: .*/checkpoints: File exists"):
-        Checkpoints(tmp_path, 1, 0).save(1, *make(1.0), {})
+        CheckpointManager(tmp_path, 1, 0).save(1, *make(1.0), {})
 
 
 # Other models.
@@ -171,12 +171,12 @@ CONFIG = {"dim": 3, "moe": {"top_k": 2, "groups": (1, 2)}, "old": 1}
 
 
 def test_another_model_is_refused_with_the_options_that_differ(tmp_path):
-    Checkpoints(tmp_path, 1, 0, model_config=CONFIG).save(1, *make(1.0), {})
+    CheckpointManager(tmp_path, 1, 0, model_config=CONFIG).save(1, *make(1.0), {})
     other = {"dim": 4, "moe": {"top_k": 3, "groups": (1, 2)}, "new": "x"}
     model = nn.Linear(4, 2)
     before = model.weight.clone()
     with pytest.raises(ValueError, match="is of another model") as refused:
-        Checkpoints(tmp_path, 1, 0, model_config=other).load_newest(model, torch.optim.AdamW(model.parameters()))
+        CheckpointManager(tmp_path, 1, 0, model_config=other).load_newest(model, torch.optim.AdamW(model.parameters()))
     assert (
         'another model: model.dim 3 -> 4; model.moe.top_k 2 -> 3; model.old 1 -> "(none)"; model.new "(none)" -> "x". '
         in str(refused.value)
@@ -185,12 +185,12 @@ def test_another_model_is_refused_with_the_options_that_differ(tmp_path):
 
 
 def test_options_that_leave_the_tensors_alone_are_told_and_accepted(tmp_path, said):
-    Checkpoints(tmp_path, 1, 0, model_config=CONFIG).save(1, *make(1.0), {})
+    CheckpointManager(tmp_path, 1, 0, model_config=CONFIG).save(1, *make(1.0), {})
     other = {**CONFIG, "moe": {"top_k": 1, "groups": (1, 2)}}
-    assert Checkpoints(tmp_path, 1, 0, model_config=other, say=said.append).load_newest(*make(0.0))[0] == 1
+    assert CheckpointManager(tmp_path, 1, 0, model_config=other, say=said.append).load_newest(*make(0.0))[0] == 1
     assert said == ["the checkpoint was written with other model options: model.moe.top_k 2 -> 1"]
     said.clear()
-    Checkpoints(tmp_path, 1, 0, model_config=CONFIG, say=said.append).load_newest(*make(0.0))
+    CheckpointManager(tmp_path, 1, 0, model_config=CONFIG, say=said.append).load_newest(*make(0.0))
     assert said == []
 
 
@@ -198,7 +198,7 @@ def test_options_that_leave_the_tensors_alone_are_told_and_accepted(tmp_path, sa
 
 
 def steps_after(tmp_path, losses, **options):
-    checkpoints = Checkpoints(tmp_path, 1, **options)
+    checkpoints = CheckpointManager(tmp_path, 1, **options)
     for step, loss in enumerate(losses, 1):
         checkpoints.save(step, *make(1.0), {"validation_loss": loss})
     return CheckpointFolder(tmp_path).steps()
@@ -217,7 +217,7 @@ def test_a_new_best_takes_the_place_of_the_old_one(tmp_path):
 
 def test_the_best_loss_so_far_is_known_also_after_a_restart(tmp_path):
     steps_after(tmp_path, [2.0, 1.0, 3.0], keep_latest_k=1)
-    checkpoints = Checkpoints(tmp_path, 1, 1)
+    checkpoints = CheckpointManager(tmp_path, 1, 1)
     checkpoints.load_newest(*make(0.0))
     checkpoints.save(4, *make(1.0), {"validation_loss": 1.5})
     assert CheckpointFolder(tmp_path).record(4).best_validation_loss == 1.0
@@ -231,7 +231,7 @@ def draw():
 
 
 def test_random_numbers_go_on_as_they_would_have(tmp_path):
-    checkpoints = Checkpoints(tmp_path, 1, 0)
+    checkpoints = CheckpointManager(tmp_path, 1, 0)
     draw()
     checkpoints.save(1, *make(1.0), {})
     expected = draw()
@@ -241,7 +241,7 @@ def test_random_numbers_go_on_as_they_would_have(tmp_path):
 
 
 def test_random_numbers_are_new_where_the_number_of_ranks_was_another(tmp_path):
-    checkpoints = Checkpoints(tmp_path, 1, 0)
+    checkpoints = CheckpointManager(tmp_path, 1, 0)
     model = make(1.0)[0]
     for step in (1, 2):
         checkpoints.write_tensors(step, {"weight": model.weight.to("meta")}, lambda name: model.weight, {})
@@ -266,7 +266,7 @@ def test_in_the_background_the_state_is_that_of_its_step_while_training_goes_on(
         return write(self, data)
 
     monkeypatch.setattr(ChecksummedStream, "write", waiting)
-    checkpoints = Checkpoints(tmp_path, 1, 0, in_background=True)
+    checkpoints = CheckpointManager(tmp_path, 1, 0, in_background=True)
     model, optimizer = make(1.0)
     for step in (1, 2):
         checkpoints.wait()
@@ -283,7 +283,7 @@ def test_in_the_background_the_state_is_that_of_its_step_while_training_goes_on(
 
 
 def test_buffers_in_the_background_are_used_again(tmp_path):
-    checkpoints = Checkpoints(tmp_path, 1, 1, in_background=True)
+    checkpoints = CheckpointManager(tmp_path, 1, 1, in_background=True)
     model, optimizer = make(1.0)
     addresses = []
     for step in (1, 2):
@@ -295,7 +295,7 @@ def test_buffers_in_the_background_are_used_again(tmp_path):
 
 
 def test_an_error_in_the_background_is_known_before_the_next_save(tmp_path, monkeypatch):
-    checkpoints = Checkpoints(tmp_path, 1, 0, in_background=True)
+    checkpoints = CheckpointManager(tmp_path, 1, 0, in_background=True)
     assert not checkpoints.failed
     fail_after(monkeypatch, 0)
     checkpoints.save(1, *make(1.0), {})

@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint
 
 from spurline.train.checkpoint import writer as checkpoint_writer
-from spurline.train.checkpoint.manager import Checkpoints
+from spurline.train.checkpoint.manager import CheckpointManager
 
 os.fsync = lambda descriptor: None  # what is slow, and makes a difference only when the power fails
 base, saved_step = Path(sys.argv[1]), int(sys.argv[2])
@@ -62,7 +62,7 @@ def end_at(number, report):
     checkpoint_writer.ChecksummedStream.write = watched
 
 
-Checkpoints(base / "start", 1, 1).save(1, *make(1.0), {})
+CheckpointManager(base / "start", 1, 1).save(1, *make(1.0), {})
 outcomes = []
 while True:
     run = base / f"run{len(outcomes)}"
@@ -71,7 +71,7 @@ while True:
     child = os.fork()
     if child == 0:
         end_at(len(outcomes) + 1, report)
-        Checkpoints(run, 1, 1).save(saved_step, *make(2.0), {})
+        CheckpointManager(run, 1, 1).save(saved_step, *make(2.0), {})
         os._exit(0)
     os.close(report)
     name = os.read(reader, 1000).decode()
@@ -79,7 +79,7 @@ while True:
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     model, optimizer = make(0.0)
     said = []
-    checkpoints = Checkpoints(run, 1, 1, say=said.append)
+    checkpoints = CheckpointManager(run, 1, 1, say=said.append)
     step, _ = checkpoints.load_newest(model, optimizer)
     values = {value for parameter in model.parameters() for value in parameter.flatten().tolist()}
     left = sorted(path.name for path in checkpoints.folder.iterdir())

@@ -31,7 +31,7 @@ from spurline.train.checkpoint.state import (
 # `torch.distributed.checkpoint` takes most of a second to import, so only runs that save or load import it.
 
 
-class Checkpoints:
+class CheckpointManager:
     """The checkpoints of one run, written and read by all of its ranks together; an error on one is raised on all.
 
     A checkpoint is one flat dict: `model.<name>` is a parameter or a persistent buffer, `optimizer.<state>.<name>` the
