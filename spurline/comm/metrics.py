@@ -9,7 +9,9 @@ A metric is one method in one file. Any module of a model may have
         self.total.zero_()
 
 and its numbers are in metrics.jsonl, TensorBoard and the report, by the path of the module. All ranks must offer the
-same metrics. Validation may run before metrics are read, so a module notes values only while `self.training`. N numbers in all metrics, M of them reduced by max or min, R ranks.
+same metrics. Validation may run before metrics are read, so a module notes values only while `self.training`.
+
+N numbers in all metrics, M of them reduced by max or min, R ranks.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from spurline.parallel.model import parallelize_model
 from spurline.parallel.world import World, joined_world
 from spurline.testing import RankPool
 from spurline.testing.equivalence import relative_error
-from spurline.train.checkpoint.manager import Checkpoints
+from spurline.train.checkpoint.manager import CheckpointManager
 from spurline.train.optimizer.build import build_optimizer
 from spurline.train.trainer import make_trainer
 
@@ -203,10 +203,10 @@ def train_steps(config: RunConfig[Any], world: World, first: int, last: int, loa
     """Steps first to last, from the checkpoint of the step before in folder `load`, to one in folder `save`."""
     trainer = make_trainer(config, world)
     if load:
-        Checkpoints(Path(load), 1, 0).load(first - 1, trainer.model, trainer.optimizer)
+        CheckpointManager(Path(load), 1, 0).load(first - 1, trainer.model, trainer.optimizer)
     losses = [trainer.step(step)["loss"] for step in range(first, last + 1)]
     if save:
-        Checkpoints(Path(save), 1, 0).save(last, trainer.model, trainer.optimizer, {})
+        CheckpointManager(Path(save), 1, 0).save(last, trainer.model, trainer.optimizer, {})
     return Outcome(losses, {name: whole(tensor) for name, tensor in trainer.model.state_dict().items()})
 
 
@@ -237,7 +237,7 @@ def test_steps_and_resume_with_muon(ranks: RankPool, text: str, tmp_path: Path) 
     moved = train_steps(alone, World.alone(), 4, 6, folder)
     assert moved.losses == pytest.approx(straight[0].losses[3:], rel=2e-4)
     trainer = make_trainer(alone, World.alone())
-    Checkpoints(tmp_path, 1, 0).load(3, trainer.model, trainer.optimizer)
+    CheckpointManager(tmp_path, 1, 0).load(3, trainer.model, trainer.optimizer)
     momentum = trainer.optimizer.state[trainer.model.layers["1"].moe.experts.w1_EFD]["momentum_buffer"]
     assert momentum.shape == (8, 20, 16)
     assert momentum.abs().sum() > 0

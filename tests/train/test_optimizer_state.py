@@ -18,7 +18,7 @@ from spurline.config import Optimizer
 from spurline.models.common.init import initialize
 from spurline.models.deepseek_v3.configs import DeepSeekV3Config
 from spurline.moe.config import MoEConfig
-from spurline.train.checkpoint.manager import Checkpoints
+from spurline.train.checkpoint.manager import CheckpointManager
 from spurline.train.optimizer.build import build_optimizer
 from spurline.train.optimizer.combined import CombinedOptimizer
 from spurline.train.optimizer.muon import Muon
@@ -111,9 +111,9 @@ def through_distributed_state_dict(flat: bool) -> Any:
 
 
 def through_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> torch.optim.Optimizer:
-    Checkpoints(folder, 1, 0).save(3, model, optimizer, {})
+    CheckpointManager(folder, 1, 0).save(3, model, optimizer, {})
     fresh = build_optimizer(model, MUON)
-    Checkpoints(folder, 1, 0).load(3, model, fresh)
+    CheckpointManager(folder, 1, 0).load(3, model, fresh)
     return fresh
 
 
@@ -147,7 +147,7 @@ def test_checkpoint_of_another_optimizer_is_refused_in_one_line(saved: str, load
     model = make_model()
     optimizer = build_optimizer(model, replace(MUON, name=saved))
     take_steps(model, optimizer, range(1, 2))
-    checkpoints = Checkpoints(tmp_path, 1, 0)
+    checkpoints = CheckpointManager(tmp_path, 1, 0)
     checkpoints.save(1, model, optimizer, {})
     with pytest.raises(ValueError, match="the checkpoint was written with another optimizer: it has ") as error:
         checkpoints.load(1, model, build_optimizer(model, replace(MUON, name=loaded)))
