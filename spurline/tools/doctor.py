@@ -14,7 +14,7 @@ import subprocess
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -25,8 +25,8 @@ from spurline.version import __version__
 PROG = "spurline doctor"
 DESCRIPTION = """\
 Show the environment: versions, optional packages, devices, CPU features, process
-group backends and compilers. Whatever is unavailable is listed as off, with the
-reason and how to enable it."""
+group backends, compilers, and which kernel computes experts of a given size.
+Whatever is unavailable is listed as off, with the reason and how to enable it."""
 # extra: (its packages, what they are for)
 EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "hf": (("safetensors", "tokenizers"), "Hugging Face checkpoints and tokenizers"),
@@ -42,6 +42,12 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
 class Command:
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff, described()] = False
     """Print JSON instead of a table."""
+    dim: Annotated[int, described()] = 1024
+    """Model width of the experts whose kernels are listed."""
+    hidden_dim: Annotated[int, described()] = 512
+    """Hidden width of one expert."""
+    dtype: Annotated[Literal["float32", "bfloat16", "float16", "float64"], described()] = "float32"
+    """Dtype of the activations."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,7 @@ def main(argv: list[str]) -> int:
     command, problems = parse(Command, Command(), argv, PROG, DESCRIPTION)
     if problems:
         return complain(PROG, problems)
-    found = examine()
+    found = examine(command)
     if command.json:
         content = {part: [dataclasses.asdict(finding) for finding in findings] for part, findings in found.items()}
         print(json.dumps(content, indent=2))
@@ -66,13 +72,14 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def examine() -> dict[str, list[Finding]]:
+def examine(command: Command) -> dict[str, list[Finding]]:
     return {
         "versions": _versions(),
         "extras": _extras(),
         "devices": [*_cpu(), *_accelerators()],
         "backends": _backends(),
         "compile": _compile(),
+        "kernels": _kernels(command),
     }
 
 
@@ -217,6 +224,29 @@ def _compile() -> list[Finding]:
         )
     if not all(finding.works for finding in findings):
         findings.append(Finding("aot_eager", True, "--compile.backend aot_eager needs no compiler"))
+    return findings
+
+
+def _kernels(command: Command) -> list[Finding]:
+    """For each kind of rows, what each kernel says of them, the one that `experts_backend auto` chooses first."""
+    import torch
+
+    from spurline.device import pick_device
+    from spurline.moe.kernels.choose import verdicts
+    from spurline.moe.kernels.kernel import Work
+
+    device, dtype = pick_device().type, getattr(torch, command.dtype)
+    findings = []
+    for rows, equal_rows, grad in (
+        ("train", None, True),
+        ("train, equal rows", 64, True),
+        ("evaluate", None, False),
+        ("evaluate, equal rows", 64, False),
+    ):
+        work = Work("swiglu", device, dtype, command.dim, command.hidden_dim, equal_rows, grad)
+        for place, (kernel, verdict) in enumerate(verdicts(work).items()):
+            chosen = "chosen: " if place == 0 else ""
+            findings.append(Finding(f"{rows}: {kernel}", verdict.score > 0, chosen + verdict.why))
     return findings
 
 

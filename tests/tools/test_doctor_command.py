@@ -24,7 +24,7 @@ def test_the_table_is_aligned_and_says_what_works(spurline):
     assert (code, err) == (0, "")
     lines = out.splitlines()
     headings = [line for line in lines if not line.startswith(" ")]
-    assert headings == ["versions", "extras", "devices", "backends", "compile"]
+    assert headings == ["versions", "extras", "devices", "backends", "compile", "kernels"]
     rows = [re.fullmatch(r"  (ok |off)  (.+?)  +(\S.*)", line) for line in lines if re.match(r"  \S", line)]
     assert all(rows)
     assert len({row.start(3) for row in rows}) == 1
@@ -39,6 +39,23 @@ def test_json_has_what_torch_says(spurline):
     assert found["bfloat16"]["works"] == any(
         torch.cpu.get_capabilities().get(key, False) for key in ("avx512_bf16", "amx_bf16", "bf16")
     )
+
+
+def test_kernels_for_the_experts_at_hand(spurline):
+    code, out, err = spurline("doctor", "--json", "--dim", "64", "--hidden_dim", "18", "--dtype", "float32")
+    assert (code, err) == (0, "")
+    kernels = {finding["name"]: finding for finding in json.loads(out)["kernels"]}
+    assert len(kernels) == 4 * 4
+    chosen = [name for name, finding in kernels.items() if finding["detail"].startswith("chosen: ")]
+    if not torch.accelerator.is_available():
+        assert chosen == [
+            "train: stream",
+            "train, equal rows: stream",
+            "evaluate: stream",
+            "evaluate, equal rows: bmm",
+        ]
+    assert not kernels["train: grouped_mm"]["works"]
+    assert "hidden_dim 18" in kernels["train: grouped_mm"]["detail"]
 
 
 def test_a_missing_extra_comes_with_its_command(spurline, monkeypatch):
