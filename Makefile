@@ -9,7 +9,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-slow lint types unit format clean
+.PHONY: help train quick test test-slow lint types unit format clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -24,6 +24,10 @@ $(READY): pyproject.toml
 train: $(READY)  ## install if needed, then train the debug model and sample from it
 	$(BIN)/spurline train --module $(MODULE) --config $(CONFIG) $(ARGS)
 
+quick: lint types  ## a first verdict in about a minute: lint, types, and the layer against the reference
+	$(BIN)/pytest -n 2 --dist worksteal -m 'not slow' tests/test_house.py tests/test_config.py tests/ops tests/moe \
+	    tests/distributed/test_own_parts.py tests/distributed/test_overlap.py
+
 test: lint types unit  ## install if needed, then lint, type check and test
 
 lint: $(READY)
@@ -34,7 +38,7 @@ types: $(READY)
 	$(BIN)/mypy
 
 unit: $(READY)
-	$(BIN)/pytest -m 'not slow'
+	$(BIN)/pytest -n 2 --dist loadfile -m 'not slow'
 
 test-slow: $(READY)  ## run the slow tests, and property tests with new random examples
 	$(BIN)/pytest -m slow --timeout=3600

@@ -80,8 +80,9 @@ def test_dispatcher_with_room_for_all_equals_the_reference() -> None:
 
 def test_full_experts_take_no_more() -> None:
     moe = MoE(MoEConfig(**CONFIG, dispatcher="capacity_125"), init_std=0.3)
-    x_TD = torch.randn(16, 8)
+    x_TD = torch.randn(16, 8) + torch.randn(8)  # which makes some experts popular
     score_TE = (x_TD @ moe.router.gate_ED.t()).softmax(-1)
+    assert moe.router(x_TD).count_E.max() > 5
     torch.testing.assert_close(moe(x_TD), token_by_token(x_TD, score_TE, moe, capacity=5))
     assert not torch.allclose(moe(x_TD), token_by_token(x_TD, score_TE, moe, capacity=16))
 
@@ -103,7 +104,7 @@ def test_parameters_of_the_family_are_as_many_as_its_config_says() -> None:
         (
             Cell(2, tp=2, ep=2, seq_len=13),
             ["--module", "my_moe", "--config", "my_moe_tiny"],
-            "(the reference knows no router but top_k)",
+            "(the reference supports only the top_k router)",
         ),
     ],
     ids=["experts and dispatcher", "family with its router"],
@@ -144,7 +145,8 @@ def test_installed_package_is_known_to_a_fresh_process(tmp_path: Path) -> None:
 
 
 def test_the_guide_shows_the_files_as_they_are() -> None:
-    files = [path.read_text() for path in [PACK / "pyproject.toml", *PACK.rglob("*.py")]]
+    gpt_oss = Path(__file__).parent / "distributed" / "gpt_oss_experts.py"
+    files = [path.read_text() for path in [PACK / "pyproject.toml", *PACK.rglob("*.py"), gpt_oss]]
     shown = re.findall(r"^```(?:python|toml)\n(.*?)^```$", GUIDE, re.MULTILINE | re.DOTALL)
     assert len(shown) >= 5
     for block in shown:

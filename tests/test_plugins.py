@@ -187,5 +187,5 @@ def test_dispatcher_for_one_rank_is_refused_across_ranks() -> None:
         def plan(self, routing, num_tokens_P=None):
             raise AssertionError
 
-    with pytest.raises(ValueError, match=r"dispatcher 'mine' keeps rows on one rank.* spread over 4: give OnOneRank a"):
+    with pytest.raises(ValueError, match=r"'mine' keeps rows on one rank.* sharded over 4: give OnOneRank a"):
         spread_over(ExpertRanks(mock.Mock(size=lambda: 4)), OnOneRank(), "mine")

@@ -217,6 +217,17 @@ def test_hang_in_functional_collective_and_outside_of_any(pool: RankPool) -> Non
         pool.run(sleep_for_ever, 2, timeout=1)
 
 
+def compute_for_a_while(rank: int) -> int:
+    end = time.process_time() + 2.5
+    while time.process_time() < end:
+        pass
+    return rank
+
+
+def test_ranks_that_compute_are_slow_and_not_stuck(pool: RankPool) -> None:
+    assert pool.run(compute_for_a_while, 2, timeout=0.5) == [0, 1]
+
+
 def test_stopped_process_is_reported_and_replaced(pool: RankPool) -> None:
     with pytest.raises(RankError, match="rank 0 was stuck and did not respond to a signal"):
         pool.run(stop_itself, 1, timeout=1)

@@ -38,11 +38,13 @@ class InFlight:
     group_name: str
     label: str
     check: str
+    overlap: bool
 
     def wait(self) -> Tensor:
         if not self.group_name:
             return self.sent
-        return _Finish.apply(self.sent, self.started, self.splits_2P, self.group_name, self.label, self.check)
+        how = self.group_name, self.label, self.check, self.overlap
+        return _Finish.apply(self.sent, self.started, self.splits_2P, *how)
 
 
 def start_exchange(
@@ -52,12 +54,14 @@ def start_exchange(
     output_size: int | None = None,
     label: str = "",
     check: str = "",
+    overlap: bool = True,
 ) -> InFlight:
     """Start to send splits_2P[0, i] rows to rank i and to receive splits_2P[1, i] from it, in rank order.
 
     Pass output_size = R where it is known: traced, it is then one symbol. `label` names the caller in errors. `check`
     is "" (none), "splits" (compare the ranks' splits first; only where a mismatch would abort the process, that is on
-    gloo) or "rows" (compare splits and checksums of all rows; such an exchange is complete when it returns).
+    gloo) or "rows" (compare splits and checksums of all rows; such an exchange is complete when it returns). Without
+    `overlap` it is complete when it returns too, in both directions: needed where a graph ends between start and wait.
     """
     size = group_size(group)
     if splits_2P is None and rows_SD.size(0) % size:
@@ -65,12 +69,12 @@ def start_exchange(
             f"start_exchange: {rows_SD.size(0)} rows can't be split equally over {size} ranks: pass splits_2P"
         )
     if size == 1:
-        return InFlight(rows_SD, rows_SD, None, "", label, check)
+        return InFlight(rows_SD, rows_SD, None, "", label, check, overlap)
     if output_size is None:
         output_size = rows_SD.size(0) if splits_2P is None else int(splits_2P[1].sum())
     rows_SD = _Begin.apply(rows_SD)
-    started = _start(rows_SD.detach(), splits_2P, output_size, group.group_name, label, check)
-    return InFlight(rows_SD, started, splits_2P, group.group_name, label, check)
+    started = _start(rows_SD.detach(), splits_2P, output_size, group.group_name, label, check, overlap)
+    return InFlight(rows_SD, started, splits_2P, group.group_name, label, check, overlap)
 
 
 def exchange_rows(
@@ -102,10 +106,17 @@ class _Finish(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, sent_SD: Tensor, started: Tensor, splits_2P: Tensor | None, group_name: str, label: str, check: str
+        ctx: Any,
+        sent_SD: Tensor,
+        started: Tensor,
+        splits_2P: Tensor | None,
+        group_name: str,
+        label: str,
+        check: str,
+        overlap: bool,
     ) -> Tensor:
         ctx.save_for_backward(splits_2P)
-        ctx.num_sent, ctx.group_name, ctx.check = sent_SD.shape[0], group_name, check
+        ctx.num_sent, ctx.group_name, ctx.check, ctx.overlap = sent_SD.shape[0], group_name, check, overlap
         ctx.label = f"gradient of {label}" if label else ""
         return _wait(started)
 
@@ -117,11 +128,11 @@ class _Finish(Function):
             group = _resolve_process_group(ctx.group_name)
             grad_SD = exchange_rows(grad_RD, mirrored_2P, group, ctx.num_sent, ctx.label, ctx.check)
         else:
-            grad_SD = _start(grad_RD, mirrored_2P, ctx.num_sent, ctx.group_name, ctx.label, ctx.check)
+            grad_SD = _start(grad_RD, mirrored_2P, ctx.num_sent, ctx.group_name, ctx.label, ctx.check, ctx.overlap)
             # Anomaly detection reads every gradient as soon as it is returned.
             if not torch.compiler.is_compiling() and torch.is_anomaly_enabled():
                 grad_SD = _wait(grad_SD)
-        return grad_SD, *[None] * 5
+        return grad_SD, *[None] * 6
 
 
 def _is_differentiated_again() -> bool:
@@ -132,7 +143,7 @@ def _is_differentiated_again() -> bool:
 # A registered op: only so can its result have a size that is known before it runs.
 @torch.library.custom_op("spurline::start_exchange", mutates_args=())
 def _start(
-    rows_SD: Tensor, splits_2P: Tensor | None, output_size: int, group_name: str, label: str, check: str
+    rows_SD: Tensor, splits_2P: Tensor | None, output_size: int, group_name: str, label: str, check: str, overlap: bool
 ) -> Tensor:
     group = _resolve_process_group(group_name)  # type: ignore[arg-type]
     rows_SD = rows_SD.contiguous()
@@ -143,11 +154,15 @@ def _start(
     if check == "rows" or (check == "splits" and dist.get_backend(group) == "gloo"):
         check_splits(send_P, receive_P, group, label)
     received_RD = _all_to_all(rows_SD, receive_P, send_P, group_name)
+    if not overlap or check == "rows":
+        received_RD = _wait(received_RD)
     if check == "rows":
-        check_rows(rows_SD, _wait(received_RD), send_P, receive_P, group, label)
+        check_rows(rows_SD, received_RD, send_P, receive_P, group, label)
     return received_RD
 
 
 @_start.register_fake
-def _(rows_SD: Tensor, splits_2P: Tensor | None, output_size: int, group_name: str, label: str, check: str) -> Tensor:
+def _(
+    rows_SD: Tensor, splits_2P: Tensor | None, output_size: int, group_name: str, label: str, check: str, overlap: bool
+) -> Tensor:
     return rows_SD.new_empty(output_size, *rows_SD.shape[1:])

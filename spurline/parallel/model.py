@@ -27,6 +27,9 @@ def parallelize_model(
     if compiled.enable and "model" in compiled.parts:
         # The hooks of an FSDP unit inside a block can't be traced.
         one_graph = meshes is None or (per_param_mesh is not False and has_per_param_meshes())
+        for module in model.modules():
+            if not one_graph and isinstance(module, MoE):
+                module.dispatcher.overlap = False  # rows in flight must not cross from one graph to another
         apply_compile(model, compiled.backend, fullgraph=one_graph)
     if meshes is not None:
         apply_fsdp(model, meshes.fsdp_mesh, meshes.expert_fsdp_mesh, per_param_mesh)

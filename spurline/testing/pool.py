@@ -15,13 +15,18 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from spurline.testing.cpu_time import cpu_seconds
 from spurline.testing.failures import RankError, RankFailure, died, raised, stuck
 from spurline.testing.messages import Call, Raised, Returned, World
 
 # Imported once, in the fork server: ranks then start in milliseconds and share its memory.
 _PRELOAD = ["torch.distributed.fsdp", "torch._dynamo", "spurline.testing.worker"]
 _PRELOAD_IF_IN_USE = ["pytest", "hypothesis"]
-_SECONDS_TO_START = 120.0
+_SECONDS_TO_START = 600.0
+BUSY = 0.01
+"""The share of the time that ranks must have computed, all together, to be taken for slow instead of stuck..."""
+MOST_TIMEOUTS = 20
+"""... and how many times the timeout they get then."""
 
 
 class RankPool:
@@ -47,7 +52,8 @@ class RankPool:
         On the ranks, torch.distributed is initialized, torch uses one thread, and the seed is 0. The function must be
         at the top level of a module; arguments and results are pickled, tensors by value.
 
-        Raises a RankError if a rank raises, dies, or does not return within `timeout` seconds.
+        Raises a RankError if a rank raises, dies, or is stuck: not back after `timeout` seconds, and not computing (on
+        Linux; elsewhere a slow machine can't be told from a hang).
         """
         if world_size < 1:
             raise ValueError(f"world_size must be at least 1, got {world_size}")
@@ -116,11 +122,19 @@ class RankPool:
 
     def _collect(self, workers: list["_Worker"], what: str, timeout: float) -> list[Returned]:
         begin = time.monotonic()
-        deadline = begin + timeout
+        deadline, last_deadline = begin + timeout, begin + MOST_TIMEOUTS * timeout
+        computed = _computed(workers)
         returned: dict[int, Returned] = {}
         failures: list[RankFailure] = []
         rank_of: dict[Any, int] = {worker.connection: rank for rank, worker in enumerate(workers)}
-        while rank_of and (ready := wait(list(rank_of), deadline - time.monotonic())):
+        while rank_of:
+            ready = wait(list(rank_of), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                before, computed = computed, _computed(workers)
+                # Ranks that compute are slow, not stuck: the machine may be busy.
+                if failures or computed - before < BUSY * timeout or time.monotonic() > last_deadline:
+                    break
+                deadline = time.monotonic() + timeout
             for rank in [rank_of.pop(connection) for connection in ready]:
                 reply = workers[rank].receive()
                 if isinstance(reply, Returned):
@@ -136,6 +150,11 @@ class RankPool:
         if failures:
             raise RankError(what, failures)
         return [returned[rank] for rank in range(len(workers))]
+
+
+def _computed(workers: list["_Worker"]) -> float:
+    """CPU seconds of these ranks so far; 0 where the system does not say."""
+    return sum(cpu_seconds(worker.process.pid) or 0.0 for worker in workers if worker.process.pid is not None)
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0) -> list[Any]:

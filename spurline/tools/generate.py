@@ -198,6 +198,7 @@ def load_model(run_folder: Path, config: RunConfig[Any], step: int | None) -> nn
     from spurline.device import pick_device
     from spurline.models.common.linear import Embedding, Linear
     from spurline.moe import Experts
+    from spurline.moe.kernels.cpu.workspace import product_dtype
     from spurline.moe.layer import SharedExperts
     from spurline.train.checkpoint.manager import CheckpointManager
 
@@ -211,9 +212,11 @@ def load_model(run_folder: Path, config: RunConfig[Any], step: int | None) -> nn
     checkpoints.load(step, model, optimizer=None)
     dtype = getattr(torch, config.training.dtype)
     model.compute_dtype = dtype
+    rounds_experts = product_dtype(torch.empty(0, dtype=dtype, device=pick_device())) == dtype
     for module in model.modules():
-        # Cast once instead of for every token; norms and routers compute with their float32 weights.
-        if isinstance(module, Linear | Embedding | Experts | SharedExperts):
+        # Cast once instead of for every token; norms and routers compute with their float32 weights, and so do experts
+        # on a CPU without instructions for the dtype.
+        if isinstance(module, Linear | Embedding | SharedExperts) or (isinstance(module, Experts) and rounds_experts):
             module.to(dtype)
     return model.eval()
 

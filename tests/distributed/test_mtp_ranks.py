@@ -13,26 +13,20 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from spurline.config import ActivationCheckpoint, Compile, Data, Parallelism, RunConfig, Training
-from spurline.models.deepseek_v3.configs import DeepSeekV3Config
-from spurline.moe.config import MoEConfig
 from spurline.parallel.world import World, joined_world
 from spurline.testing import RankPool
 from spurline.testing.equivalence import relative_error
+from spurline.testing.tiny import tiny_model
 from spurline.train.checkpoint.manager import CheckpointManager
 from spurline.train.trainer import Trainer, make_trainer
 
-MODEL = DeepSeekV3Config(
+MODEL = tiny_model(
     vocab_size=264,
-    dim=16,
     num_layers=2,
-    num_heads=4,
-    dense_hidden_dim=24,
-    kv_lora_rank=8,
-    qk_nope_head_dim=4,
-    qk_rope_head_dim=4,
     v_head_dim=6,
     num_mtp_layers=2,
-    moe=MoEConfig(hidden_dim=8, num_experts=4, num_shared_experts=1, aux_loss="sequence", aux_loss_weight=0.1),
+    moe={"hidden_dim": 8, "num_experts": 4, "aux_loss": "sequence", "aux_loss_weight": 0.1},
+    q_lora_rank=0,
 )
 
 

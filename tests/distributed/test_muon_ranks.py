@@ -14,14 +14,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
+from spurline.comm import exchange
 from spurline.config import Compile, Data, LRScheduler, Metrics, Optimizer, Parallelism, RunConfig, Training
 from spurline.models.common.init import initialize
 from spurline.models.deepseek_v3.configs import DeepSeekV3Config
-from spurline.moe.config import MoEConfig
 from spurline.parallel.model import parallelize_model
 from spurline.parallel.world import World, joined_world
 from spurline.testing import RankPool
 from spurline.testing.equivalence import relative_error
+from spurline.testing.tiny import tiny_model
 from spurline.train.checkpoint.manager import CheckpointManager
 from spurline.train.optimizer.build import build_optimizer
 from spurline.train.trainer import make_trainer
@@ -43,19 +44,7 @@ class Layout(NamedTuple):
 ALONE = Layout(1)
 FSDP_EP = Layout(4, ep=2)
 MUON = Optimizer(name="muon", lr=0.02, groups=("*.experts.w2_EDF lr_factor=0.5",))
-MODEL = DeepSeekV3Config(
-    vocab_size=260,
-    dim=16,
-    num_layers=3,
-    dense_hidden_dim=24,
-    num_heads=4,
-    q_lora_rank=8,
-    kv_lora_rank=8,
-    qk_nope_head_dim=4,
-    qk_rope_head_dim=4,
-    v_head_dim=4,
-    moe=MoEConfig(hidden_dim=20, num_experts=8, top_k=2, num_shared_experts=1),
-)
+MODEL = tiny_model(moe={"hidden_dim": 20})
 
 
 def with_experts(**changes: Any) -> DeepSeekV3Config:
@@ -142,11 +131,11 @@ def collectives_of_step(rank: int, layout: Layout, optimizer: Optimizer) -> dict
         made = build_optimizer(model, optimizer)
         set_gradients(model, 1)
         with (
-            mock.patch("torch.distributed.all_to_all_single", wraps=dist.all_to_all_single) as exchange,
+            mock.patch.object(exchange, "_all_to_all", wraps=exchange._all_to_all) as exchanged,
             CommDebugMode() as by_dtensor,
         ):
             made.step()
-        sizes = [call.args[1].numel() for call in exchange.call_args_list]
+        sizes = [call.args[0].numel() for call in exchanged.call_args_list]
         return {"exchanges": len(sizes), "elements": sum(sizes), "by DTensor": by_dtensor.get_total_counts()}
 
 
@@ -204,7 +193,7 @@ def train_steps(config: RunConfig[Any], world: World, first: int, last: int, loa
     trainer = make_trainer(config, world)
     if load:
         CheckpointManager(Path(load), 1, 0).load(first - 1, trainer.model, trainer.optimizer)
-    losses = [trainer.step(step)["loss"] for step in range(first, last + 1)]
+    losses = [trainer.step(step).read()["loss"] for step in range(first, last + 1)]
     if save:
         CheckpointManager(Path(save), 1, 0).save(last, trainer.model, trainer.optimizer, {})
     return Outcome(losses, {name: whole(tensor) for name, tensor in trainer.model.state_dict().items()})

@@ -81,7 +81,7 @@ def attempt(rank: int, what: str) -> str:
         ("other dtype", "ranks disagree on experts.w1_EFD: it is '(8, 8, 8) torch.float32' on rank 0,"),
         ("other shape", "ranks disagree on config.hidden_dim: it is 8 on rank 0, 16 on rank 1"),
         ("dtype of grouped_mm", "not torch.float64 with dim 8 and hidden_dim 8: choose 'loop' or 'auto'"),
-        ("unequal counts for bmm", "needs the same number of rows for every expert, but they get"),
+        ("unequal counts for bmm", "needs the same number of rows for every expert, known on the host"),
     ],
 )  # fmt: skip
 def test_impossible_layers_are_refused_on_every_rank(ranks: RankPool, what: str, words: str) -> None:

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from spurline.config import Checkpoint, Data, Debug, Job, LRScheduler, Metrics, Parallelism, RunConfig, Training
-from spurline.models.deepseek_v3.configs import DeepSeekV3Config
 from spurline.models.qwen3_vl.configs import qwen3_vl_debugmodel_moe
 from spurline.moe.config import MoEConfig
 from spurline.testing import RankPool
+from spurline.testing.tiny import tiny_model
 from spurline.train import run as run_module
 from spurline.train.checkpoint.writer import ChecksummedStream
 from spurline.train.metrics.step_metrics import StepMetrics
@@ -56,19 +56,7 @@ def make_config(text: str, folder: Path, layout: Layout, backend: str = "auto", 
     moe = MoEConfig(hidden_dim=16, num_experts=8, top_k=2, num_shared_experts=1, bias_update_rate=1e-3)
     return RunConfig(
         job=Job(str(folder)),
-        model=DeepSeekV3Config(
-            vocab_size=260,
-            dim=16,
-            num_layers=2,
-            dense_hidden_dim=24,
-            num_heads=4,
-            q_lora_rank=8,
-            kv_lora_rank=8,
-            qk_nope_head_dim=4,
-            qk_rope_head_dim=4,
-            v_head_dim=4,
-            moe=replace(moe, experts_backend=backend),
-        ),
+        model=tiny_model(num_layers=2, moe=replace(moe, experts_backend=backend)),
         training=Training(
             steps=6,
             seq_len=16,

@@ -16,13 +16,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from spurline.comm.sequence import SequenceShard
 from spurline.models.common.init import initialize
-from spurline.models.deepseek_v3.configs import DeepSeekV3Config
 from spurline.models.deepseek_v3.model import DeepSeekV3
-from spurline.moe.config import MoEConfig
 from spurline.parallel.compile import apply_compile, compile_function
 from spurline.parallel.tensor import TensorParallel, apply_tensor_parallel
 from spurline.testing import RankPool
 from spurline.testing.equivalence import relative_error
+from spurline.testing.tiny import tiny_model
 from spurline.train.loss import IGNORE_INDEX, cross_entropy_sum, make_loss_sum
 
 # Lengths that 2 and 4 divide, that neither does, and that leave ranks without a position.
@@ -172,28 +171,22 @@ def test_function_of_split_tensors_equals_plain_torch(
 def test_without_a_group_nothing_is_split() -> None:
     alone = TensorParallel()
     x_BLD, tokens_BL, table_VD = seeded(2, 5, D), make_ids(2, 5), seeded(V, D)
-    assert alone.gather(x_BLD, None) is x_BLD
-    assert alone.scatter(x_BLD) is x_BLD
+    assert alone.all_gather_sequence(x_BLD, None) is x_BLD
+    assert alone.reduce_scatter_sequence(x_BLD) is x_BLD
     assert alone.join_vocabulary(x_BLD) is x_BLD
-    assert torch.equal(alone.look_up(tokens_BL, table_VD), table_VD[tokens_BL])
+    assert torch.equal(alone.embed(tokens_BL, table_VD), table_VD[tokens_BL])
     assert make_loss_sum(alone) is cross_entropy_sum
 
 
 def make_model(q_lora_rank: int = 8, num_dense_layers: int = 1) -> DeepSeekV3:
     """Two blocks, the first of them dense."""
-    model = DeepSeekV3Config(
+    model = tiny_model(
         vocab_size=24,
-        dim=16,
         num_layers=2,
         num_dense_layers=num_dense_layers,
-        dense_hidden_dim=24,
-        num_heads=4,
         q_lora_rank=q_lora_rank,
-        kv_lora_rank=8,
-        qk_nope_head_dim=4,
-        qk_rope_head_dim=4,
         v_head_dim=6,
-        moe=MoEConfig(hidden_dim=12, num_experts=4, top_k=2, num_shared_experts=1, score_func="sigmoid"),
+        moe={"hidden_dim": 12, "num_experts": 4, "score_func": "sigmoid"},
     ).build()
     initialize(model, seed=0)
     # Away from its start, where norm weights are ones and residual branches next to nothing.

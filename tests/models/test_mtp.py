@@ -24,26 +24,21 @@ from spurline.models.deepseek_v3.configs import DeepSeekV3Config, deepseek_v3_67
 from spurline.models.deepseek_v3.hf import V3, architecture_for
 from spurline.models.deepseek_v3.model import DeepSeekV3
 from spurline.moe.balance import routers
-from spurline.moe.config import MoEConfig
 from spurline.parallel.compile import apply_compile
 from spurline.parallel.remat import apply_remat
+from spurline.testing.tiny import tiny_model
 from spurline.train.checkpoint.manager import CheckpointManager
 from spurline.train.loss import IGNORE_INDEX, cross_entropy_sum
 
-CONFIG = DeepSeekV3Config(
+CONFIG = tiny_model(
     vocab_size=24,
-    dim=16,
     num_layers=2,
-    num_dense_layers=1,
-    dense_hidden_dim=24,
     num_heads=2,
-    kv_lora_rank=8,
-    qk_nope_head_dim=4,
-    qk_rope_head_dim=4,
     v_head_dim=8,
     num_mtp_layers=2,
     mtp_loss_weight=0.4,
-    moe=MoEConfig(hidden_dim=8, num_experts=4, top_k=2, num_shared_experts=1),
+    moe={"hidden_dim": 8, "num_experts": 4},
+    q_lora_rank=0,
 )
 
 

@@ -22,8 +22,6 @@ from spurline.models.agpt.model import AGPT
 from spurline.models.common.cache import KVCache
 from spurline.models.common.decoder import Decoder
 from spurline.models.common.init import initialize
-from spurline.models.deepseek_v3.configs import DeepSeekV3Config
-from spurline.moe.config import MoEConfig
 from spurline.parallel.blocks import blocks_of
 from spurline.parallel.compile import apply_compile
 from spurline.parallel.model import parallelize_model
@@ -31,6 +29,7 @@ from spurline.parallel.remat import apply_remat
 from spurline.parallel.world import joined_world
 from spurline.testing import RankPool
 from spurline.testing.equivalence import relative_error
+from spurline.testing.tiny import tiny_model
 from spurline.train.loss import IGNORE_INDEX, cross_entropy_sum, make_loss_sum
 
 DEBUG_MODELS = {
@@ -50,19 +49,14 @@ CUTS = {
     "head by itself": [(0, 3), (3, 5), (5, 5)],
 }
 SMALL = AGPTConfig(vocab_size=50, dim=32, num_layers=4, dense_hidden_dim=40, num_heads=4, num_kv_heads=2, head_dim=8)
-SMALL_MTP = DeepSeekV3Config(
+SMALL_MTP = tiny_model(
     vocab_size=24,
-    dim=16,
     num_layers=4,
-    num_dense_layers=1,
-    dense_hidden_dim=24,
     num_heads=2,
-    kv_lora_rank=8,
-    qk_nope_head_dim=4,
-    qk_rope_head_dim=4,
     v_head_dim=8,
     num_mtp_layers=2,
-    moe=MoEConfig(hidden_dim=8, num_experts=4, top_k=2, num_shared_experts=1, aux_loss="sequence"),
+    moe={"hidden_dim": 8, "num_experts": 4, "aux_loss": "sequence"},
+    q_lora_rank=0,
 )
 
 

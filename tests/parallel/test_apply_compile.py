@@ -5,10 +5,9 @@ import torch
 from torch import nn
 
 from spurline.models.common.init import initialize
-from spurline.models.deepseek_v3.configs import DeepSeekV3Config
 from spurline.moe.balance import routers, update_expert_bias
-from spurline.moe.config import MoEConfig
 from spurline.parallel.compile import apply_compile, compile_function
+from spurline.testing.tiny import tiny_model
 
 
 @pytest.fixture(autouse=True)
@@ -20,18 +19,13 @@ def _fresh_compiler():
 
 
 def make_model(num_layers, num_dense_layers=1):
-    config = DeepSeekV3Config(
+    config = tiny_model(
         vocab_size=32,
-        dim=16,
         num_layers=num_layers,
         num_dense_layers=num_dense_layers,
-        dense_hidden_dim=24,
         num_heads=2,
-        kv_lora_rank=8,
-        qk_nope_head_dim=4,
-        qk_rope_head_dim=4,
-        v_head_dim=4,
-        moe=MoEConfig(hidden_dim=16, num_experts=4, top_k=2, num_shared_experts=1),
+        moe={"num_experts": 4},
+        q_lora_rank=0,
     )
     model = config.build()
     initialize(model, seed=0)

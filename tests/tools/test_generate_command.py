@@ -19,26 +19,16 @@ from spurline.models.common import generate as generation
 from spurline.models.common.generate import generate
 from spurline.models.common.init import initialize
 from spurline.models.common.sampling import GREEDY, Sampling
-from spurline.models.deepseek_v3.configs import DeepSeekV3Config
-from spurline.moe.config import MoEConfig
 from spurline.parallel.world import joined_world
 from spurline.testing import RankPool
+from spurline.testing.tiny import tiny_model
 from spurline.tools.generate import load_model
 from spurline.train.checkpoint.manager import CheckpointManager
 from spurline.train.trainer import make_trainer
 
 CONFIG = RunConfig(
-    model=DeepSeekV3Config(
-        dim=32,
-        num_layers=2,
-        num_dense_layers=1,
-        num_heads=2,
-        dense_hidden_dim=24,
-        kv_lora_rank=8,
-        qk_nope_head_dim=4,
-        qk_rope_head_dim=4,
-        v_head_dim=6,
-        moe=MoEConfig(hidden_dim=16, num_experts=4, num_shared_experts=1),
+    model=tiny_model(
+        dim=32, num_layers=2, num_heads=2, v_head_dim=6, moe={"num_experts": 4}, vocab_size=264, q_lora_rank=0
     ),
     training=Training(seq_len=24, dtype="float32"),
 )

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from spurline.comm.metrics import Metric
 from spurline.config import Data, Job, LRScheduler, Metrics, Parallelism, RunConfig, Training
-from spurline.models.deepseek_v3.configs import DeepSeekV3Config
 from spurline.moe import MoEConfig, register_router
 from spurline.moe.router import Router
 from spurline.report.page import make_page
 from spurline.report.read import read_runs
 from spurline.testing import RankPool
+from spurline.testing.tiny import tiny_model
 from spurline.train.run import train
 
 LAYERS = ["layers.1.moe", "layers.2.moe"]
@@ -61,18 +61,10 @@ register_router("probed", ProbedRouter)
 def make_config(folder: Path, num_ranks: int) -> RunConfig[Any]:
     return RunConfig(
         job=Job(str(folder / "run")),
-        model=DeepSeekV3Config(
+        model=tiny_model(
             vocab_size=257,
-            dim=16,
-            num_layers=3,
-            dense_hidden_dim=24,
             num_heads=2,
-            q_lora_rank=8,
-            kv_lora_rank=8,
-            qk_nope_head_dim=4,
-            qk_rope_head_dim=4,
-            v_head_dim=4,
-            moe=MoEConfig(hidden_dim=16, num_experts=4, top_k=2, router="probed", aux_loss="none"),
+            moe={"num_experts": 4, "router": "probed", "aux_loss": "none", "num_shared_experts": 0},
         ),
         training=Training(steps=4, seq_len=16, local_batch_size=2, global_batch_size=8, threads=1),
         lr_scheduler=LRScheduler(warmup_steps=2),

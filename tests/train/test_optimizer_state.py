@@ -16,8 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from spurline.config import Optimizer
 from spurline.models.common.init import initialize
-from spurline.models.deepseek_v3.configs import DeepSeekV3Config
-from spurline.moe.config import MoEConfig
+from spurline.testing.tiny import tiny_model
 from spurline.train.checkpoint.manager import CheckpointManager
 from spurline.train.optimizer.build import build_optimizer
 from spurline.train.optimizer.combined import CombinedOptimizer
@@ -27,19 +26,7 @@ MUON = Optimizer(name="muon", lr=0.02, groups=("embedding.* lr_factor=0.5",))
 
 
 def make_model() -> nn.Module:
-    config = DeepSeekV3Config(
-        vocab_size=32,
-        dim=16,
-        num_layers=2,
-        dense_hidden_dim=24,
-        num_heads=2,
-        q_lora_rank=8,
-        kv_lora_rank=8,
-        qk_nope_head_dim=4,
-        qk_rope_head_dim=4,
-        v_head_dim=4,
-        moe=MoEConfig(hidden_dim=16, num_experts=4, top_k=2, num_shared_experts=1),
-    )
+    config = tiny_model(vocab_size=32, num_layers=2, num_heads=2, moe={"num_experts": 4})
     model = config.build()
     initialize(model, 0)
     return model

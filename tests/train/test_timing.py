@@ -123,7 +123,7 @@ class Block(nn.Module):
         self.attention = Slow(clock, forward=100, backward=200)
         self.moe = MoE(config)
         self.moe.experts = SlowExperts(clock, forward=1, backward=2)
-        self.moe.experts.takes_tokens = lambda *_: takes_tokens
+        self.moe.experts.takes_tokens = takes_tokens
         self.moe.shared_experts = Slow(clock, forward=10, backward=20)
 
     def forward(self, x):
@@ -142,11 +142,15 @@ class Slow(nn.Module):
 
 
 class SlowExperts(Slow):
-    """They take rows, or with a plan tokens, as real ones do."""
+    """They work on rows, or on tokens, as real ones do."""
 
-    def forward(self, x, rows_per_expert, plan=None, base_TD=None):
-        y = super().forward(x)
-        return y if plan is None else y.square() + base_TD  # keeps something for backward, so it is computed again
+    takes_tokens = False
+
+    def forward(self, rows):
+        if not self.takes_tokens:
+            return rows.output(super().forward(rows.tensor()))
+        # Keeps something for backward, so it is computed again.
+        return replace(rows, x=super().forward(rows.x).square() + rows.onto_TD, is_combined=True)
 
 
 class _Slow(torch.autograd.Function):

@@ -5,7 +5,6 @@ G sequences a step in micro-batches of B sequences of L tokens; T tokens, E expe
 
 import copy
 import math
-import random
 import sys
 from dataclasses import replace
 
@@ -16,9 +15,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from spurline.config import Data, LRScheduler, Metrics, Optimizer, RunConfig, Training
-from spurline.models.deepseek_v3.configs import DeepSeekV3Config
 from spurline.moe.balance import routers
 from spurline.moe.config import MoEConfig
+from spurline.testing.tiny import tiny_model, write_words
 from spurline.train.loss import IGNORE_INDEX
 from spurline.train.sample import sample_text
 from spurline.train.trainer import make_trainer
@@ -39,26 +38,11 @@ def _leave_torch_as_it_was():
 @pytest.fixture
 def tiny(tmp_path):
     """Makes the config of a small model with one dense and two MoE layers; sections take dicts of changes."""
-    words = random.Random(0)
-    for name in ("a", "b", "c"):
-        text = " ".join("".join(words.choices("aeinrst", k=words.randint(1, 6))) for _ in range(500))
-        (tmp_path / f"{name}.txt").write_text(text)
+    write_words(tmp_path)
 
     def make(moe=None, **sections):
         experts = MoEConfig(hidden_dim=16, num_experts=NUM_EXPERTS, top_k=TOP_K, num_shared_experts=1)
-        model = DeepSeekV3Config(
-            vocab_size=257,
-            dim=16,
-            num_layers=3,
-            dense_hidden_dim=24,
-            num_heads=2,
-            q_lora_rank=8,
-            kv_lora_rank=8,
-            qk_nope_head_dim=4,
-            qk_rope_head_dim=4,
-            v_head_dim=4,
-            moe=replace(experts, **(moe or {})),
-        )
+        model = tiny_model(vocab_size=257, num_heads=2, moe=replace(experts, **(moe or {})))
         config = RunConfig(
             model=model,
             training=Training(steps=8, seq_len=SEQ_LEN, local_batch_size=4, threads=1),

@@ -99,6 +99,7 @@ class AllToAllDispatcher:
         self.parts_per_expert = parts_per_expert
         self.same_num_tokens = same_num_tokens
         self.layer = layer
+        self.overlap = True  # False where a graph ends between the start of an exchange and its end
         self._forced_routes: dict[tuple[object, ...], Route] = {}
 
     def plan(self, routing: Routing, num_tokens_P: list[int] | None = None) -> ExchangePlan:
@@ -170,7 +171,8 @@ class AllToAllDispatcher:
     def _choose_exchange(self, traffic: Traffic, count_PE: Tensor, num_sent: int, check: str) -> Exchange:
         label = self.layer if check == "rows" else _FORCED_BALANCE.format(self.layer) if check else ""
         if not self._splits_equally(traffic):
-            return UnevenExchange(traffic.splits_2P, num_sent, traffic.num_received, self.group, label, check)
+            how = label, check, self.overlap
+            return UnevenExchange(traffic.splits_2P, num_sent, traffic.num_received, self.group, *how)
         split_PP = count_PE.unflatten(1, (self.size, -1)).sum(-1)
         return EqualSplitExchange.make(
             traffic.largest_split,
@@ -181,6 +183,7 @@ class AllToAllDispatcher:
             self.group,
             label,
             check,
+            self.overlap,
         )
 
     def _splits_equally(self, traffic: Traffic) -> bool:

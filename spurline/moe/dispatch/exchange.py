@@ -41,10 +41,13 @@ class UnevenExchange:
     """The layer, for errors."""
     check: str = ""
     """What the ranks compare: nothing, "splits" or "rows" (`comm/exchange.py`)."""
+    overlap: bool = True
+    """Whether rows may be in flight between start and wait."""
 
     @counted("exchange.uneven")
     def start(self, rows_SD: Tensor) -> Arrival:
-        return start_exchange(rows_SD, self.splits_2P, self.group, self.num_received, self.label, self.check)
+        how = self.label, self.check, self.overlap
+        return start_exchange(rows_SD, self.splits_2P, self.group, self.num_received, *how)
 
     def inverse(self, rows_RD: Tensor) -> Tensor:
         back_2P = self.splits_2P.flip(0)
@@ -63,6 +66,7 @@ class EqualSplitExchange:
     group: ProcessGroup
     label: str = ""
     check: str = ""
+    overlap: bool = True
 
     @staticmethod
     def make(
@@ -74,11 +78,12 @@ class EqualSplitExchange:
         group: ProcessGroup,
         label: str = "",
         check: str = "",
+        overlap: bool = True,
     ) -> EqualSplitExchange:
         start_P = send_P.new_ones(group.size()).cumsum(0).sub(1) * largest_split
         send_index_S = index_of_segments(start_P, send_P, num_sent)
         receive_index_R = index_of_segments(start_P, receive_P, num_received)
-        return EqualSplitExchange(largest_split, send_index_S, receive_index_R, group, label, check)
+        return EqualSplitExchange(largest_split, send_index_S, receive_index_R, group, label, check, overlap)
 
     @counted(
         lambda exchange, rows_SD: {
@@ -98,7 +103,7 @@ class EqualSplitExchange:
 
     def _start(self, rows_RD: Tensor, index_R: Tensor) -> InFlight:
         padded_RD = scatter_add_rows(rows_RD, index_R, self.num_padded)
-        return start_exchange(padded_RD, None, self.group, self.num_padded, self.label, self.check)
+        return start_exchange(padded_RD, None, self.group, self.num_padded, self.label, self.check, self.overlap)
 
 
 @dataclass(frozen=True)

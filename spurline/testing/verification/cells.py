@@ -15,29 +15,16 @@ from spurline.config import (
     RunConfig,
     Training,
 )
-from spurline.models.deepseek_v3.configs import DeepSeekV3Config
 from spurline.moe.config import MoEConfig
 from spurline.parallel.degrees import degree_problems
+from spurline.testing.tiny import tiny_model
 
 NUM_STEPS = 2
 SEQUENCES_A_STEP = 8
 # Below any initial gradient norm, so that clipping always takes effect.
 CLIP_NORM = 1e-2
 
-TINY_MODEL = DeepSeekV3Config(
-    vocab_size=32,
-    dim=16,
-    num_layers=2,
-    num_dense_layers=1,
-    dense_hidden_dim=24,
-    num_heads=4,
-    q_lora_rank=12,
-    kv_lora_rank=8,
-    qk_nope_head_dim=4,
-    qk_rope_head_dim=4,
-    v_head_dim=8,
-    moe=MoEConfig(hidden_dim=16, num_experts=8, top_k=2, num_shared_experts=1, check_exchange=True),
-)
+TINY_MODEL = tiny_model(vocab_size=32, num_layers=2, q_lora_rank=12, v_head_dim=8, moe={"check_exchange": True})
 
 # MoE options that cells vary: field of Cell -> value -> options. The first value is the default.
 MOE_OPTIONS: dict[str, dict[str, dict[str, Any]]] = {

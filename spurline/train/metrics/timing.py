@@ -8,13 +8,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from spurline.moe import MoE
+from spurline.moe import MoE, Rows
+from spurline.moe.rows import Arrival
 from spurline.parallel.blocks import blocks_of
 
 _REST_OF_STEP = "other"
@@ -129,7 +131,7 @@ def watch_layers(model: nn.Module, timer: StepTimer) -> None:
             if isinstance(child, MoE):
                 _watch_backward(child, "exchange", timer)
                 _watch_forward(child.experts, "experts", timer)
-                _watch_backward(child.experts, "experts", timer)
+                _watch_backward_of_experts(child.experts, timer)
                 if child.shared_experts is not None:
                     _watch_forward(child.shared_experts, _REST_OF_PHASE, timer)
                     _watch_last_of_backward(child.shared_experts, timer)
@@ -145,6 +147,34 @@ def _watch_backward(module: nn.Module, part: str, timer: StepTimer) -> None:
     """Time a module's backward pass, from the gradient of its output to that of its input."""
     module.register_full_backward_pre_hook(lambda *_: timer.enter(part))
     module.register_full_backward_hook(lambda *_: timer.leave(part))
+
+
+def _watch_backward_of_experts(experts: nn.Module, timer: StepTimer) -> None:
+    """The same for experts, which take and return Rows: module hooks for backward passes know tensors only."""
+    enter, leave = partial(timer.enter, "experts"), partial(timer.leave, "experts")
+
+    def mark_input(module: nn.Module, args: tuple[Rows]) -> tuple[Rows] | None:
+        (rows,) = args
+        if not torch.is_grad_enabled():
+            return None
+        if rows.arrival is not None:
+            return (replace(rows, arrival=_MarkedArrival(rows.arrival, leave)),)
+        return (replace(rows, x=_InBackward.apply(rows.x, leave)),)
+
+    def mark_output(module: nn.Module, args: Any, rows: Rows) -> Rows | None:
+        return replace(rows, x=_InBackward.apply(rows.x, enter)) if torch.is_grad_enabled() else None
+
+    experts.register_forward_pre_hook(mark_input)
+    experts.register_forward_hook(mark_output)
+
+
+@dataclass(frozen=True)
+class _MarkedArrival:
+    arrival: Arrival
+    notify: Callable[[], None]
+
+    def wait(self) -> Tensor:
+        return _InBackward.apply(self.arrival.wait(), self.notify)
 
 
 def _watch_last_of_backward(module: nn.Module, timer: StepTimer) -> None:
