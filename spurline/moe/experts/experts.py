@@ -37,7 +37,7 @@ class Experts(nn.Module):
             shape = shape_of(self.layout, name, expert=config.num_experts, hidden=self.hidden, width=self.width)
             self.register_parameter(name, nn.Parameter(torch.empty(shape)))
         self.fused_weights = FusedWeights()
-        load_kernels()
+        load_kernels(self.backend)
 
     def formula(self, x_RD: Tensor, products: Products, *weights: Tensor) -> Tensor:
         """(R, D) -> (R, D): the experts' output, with the weights in the order of the layout.

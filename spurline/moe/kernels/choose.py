@@ -38,9 +38,9 @@ def kernel_named(name: str) -> Kernel:
     return kernel
 
 
-def load_kernels() -> None:
-    """Import all kernels now, so that nothing is imported while a graph is traced."""
-    for name in OURS:
+def load_kernels(wanted: str = "auto") -> None:
+    """Import all of our kernels and the wanted one now, so that nothing is imported while a graph is traced."""
+    for name in OURS if wanted == "auto" else (*OURS, wanted):
         kernel_named(name)
 
 
