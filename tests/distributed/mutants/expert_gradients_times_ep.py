@@ -3,7 +3,7 @@
 import multiprocessing
 
 if multiprocessing.parent_process() is not None:  # on ranks only
-    import spurline.moe.experts
+    import spurline.moe.experts.experts
     from spurline.comm.gradients import local
 
     def local_with_scaled_gradient(weight):
@@ -13,4 +13,4 @@ if multiprocessing.parent_process() is not None:  # on ranks only
             part.register_hook(lambda gradient: gradient * ep)
         return part
 
-    spurline.moe.experts.local = local_with_scaled_gradient
+    spurline.moe.experts.experts.local = local_with_scaled_gradient
