@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 
 def write_file(path: str | os.PathLike[str], content: str) -> None:
@@ -46,6 +47,18 @@ def new_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
         for parent in created:
             if parent.exists() and not any(parent.iterdir()):
                 parent.rmdir()
+        raise
+
+
+def append(file: IO[bytes], data: bytes) -> None:
+    """Append all of `data` to an unbuffered file or, with the OSError of a full disk, nothing."""
+    end = file.seek(0, os.SEEK_END)
+    try:
+        rest = memoryview(data)
+        while len(rest):
+            rest = rest[file.write(rest) :]
+    except OSError:
+        file.truncate(end)
         raise
 
 

@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spurline import config_io
+from spurline import typed_json
 from spurline.config import RunConfig, Training
-from spurline.config_io import ConfigError, expected, load, save
+from spurline.config_io import ConfigError, load, save
 from spurline.models.deepseek_v3.configs import DeepSeekV3Config, deepseek_v3_debugmodel
+from spurline.typed_json import expected
 
 NAMES = ("deepseek_v3", "deepseek_v3_debugmodel")
 
@@ -170,7 +171,7 @@ class Lists:
 
 def convert(content: dict[str, Any]) -> tuple[Any, list[str]]:
     found: list[str] = []
-    return config_io._convert(Lists, content, "x", found), found
+    return typed_json.convert(Lists, content, "x", found), found
 
 
 def test_lists_and_tuples_keep_their_type():
@@ -202,3 +203,16 @@ def test_wrong_item_of_a_list_is_named():
 )
 def test_types_in_words(hint, words):
     assert expected(hint) == words
+
+
+def test_a_file_of_an_earlier_version_means_the_defaults_of_newer_options(tmp_path: Path) -> None:
+    """An option added to a section needs ADDED_LATER, or run folders of earlier versions can't be read any more."""
+    save(tmp_path / "config.json", *NAMES, deepseek_v3_debugmodel())
+    content = json.loads((tmp_path / "config.json").read_text())
+    del content["comm"], content["checkpoint"]["sign_key_file"], content["training"]["device"]
+    for name in ("fsdp_reshard_after_forward", "fsdp_reduce_each_micro_batch"):
+        del content["parallelism"][name]
+    for name in ("mixed_precision_param", "mixed_precision_reduce"):
+        del content["training"][name]
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    assert load(tmp_path / "config.json") == (*NAMES, deepseek_v3_debugmodel())

@@ -10,9 +10,9 @@ from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
 
 import tyro
 
-from spurline.config_io import expected
 from spurline.plugins import load_plugins
 from spurline.spelling import nearest
+from spurline.typed_json import expected
 
 T = TypeVar("T")
 

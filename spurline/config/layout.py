@@ -1,0 +1,83 @@
+"""The sections that say how a model is spread over ranks, compiled and recomputed."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Literal
+
+from spurline.config.checks import at_least
+from spurline.typed_json import ADDED_LATER
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """replicate x shard x tensor = number of ranks; expert x expert_tensor must divide shard x tensor."""
+
+    data_parallel_replicate_degree: int = 1
+    """Replicas of the model (HSDP; 1: none, that is plain FSDP)."""
+    data_parallel_shard_degree: int = -1
+    """Ranks over which FSDP2 shards each replica's parameters (-1: all remaining ranks)."""
+    tensor_parallel_degree: int = 1
+    """Ranks that split every dense weight matrix, with sequence parallelism between blocks."""
+    expert_parallel_degree: int = 1
+    """Ranks over which the experts of each MoE layer are distributed."""
+    expert_tensor_parallel_degree: int = 1
+    """Ranks that split each expert's hidden width."""
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = field(default="default", metadata=ADDED_LATER)
+    """When FSDP2 frees gathered weights: after the forward pass of each block but the last (default), of every
+    block (always: least memory), or only after the backward pass (never: half of the gathers)."""
+    fsdp_reduce_each_micro_batch: bool = field(default=False, metadata=ADDED_LATER)
+    """Reduce gradients over ranks with each micro-batch, not once per step: holds no unsharded gradients between
+    micro-batches, for as many times the traffic."""
+
+    def problems(self) -> list[str]:
+        found = [
+            f"{f.name} must be positive, got {getattr(self, f.name)}"
+            for f in dataclasses.fields(self)
+            if f.name.endswith("_degree") and f.name != "data_parallel_shard_degree" and getattr(self, f.name) < 1
+        ]
+        if self.data_parallel_shard_degree == 0 or self.data_parallel_shard_degree < -1:
+            found.append(f"data_parallel_shard_degree must be positive or -1, got {self.data_parallel_shard_degree}")
+        return found
+
+
+@dataclass(frozen=True)
+class Comm:
+    timeout_seconds: int = 0
+    """Fail when a collective has waited this long for a rank (0: PyTorch's default, 600 with nccl, 1800 with gloo).
+    The first step compiles, and a checkpoint is written by all: leave time for both."""
+
+    def problems(self) -> list[str]:
+        return at_least(self, timeout_seconds=0)
+
+
+@dataclass(frozen=True)
+class Compile:
+    enable: bool = False
+    """Use torch.compile."""
+    components: str = "model,loss"
+    """Comma-separated components to compile: model (each block separately), loss."""
+    backend: str = "inductor"
+    """torch.compile backend; aot_eager captures the same graphs without code generation, for debugging."""
+
+    @property
+    def parts(self) -> set[str]:
+        return {part.strip() for part in self.components.split(",") if part.strip()}
+
+    def problems(self) -> list[str]:
+        unknown = self.parts - {"model", "loss"}
+        if unknown or not self.parts:
+            return [f"components must be model, loss or model,loss, got {self.components!r}"]
+        return []
+
+
+@dataclass(frozen=True)
+class ActivationCheckpoint:
+    mode: Literal["none", "full", "selective", "selective_resend"] = "none"
+    """What each block recomputes in backward to save memory: nothing, everything, or (selective) cheap ops.
+    Selective keeps the outputs of attention, large matmuls, routing and row exchanges; selective_resend sends rows
+    to their experts again instead of keeping them (a quarter more traffic, far less memory with many experts)."""
+
+    def problems(self) -> list[str]:
+        return []

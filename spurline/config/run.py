@@ -1,0 +1,61 @@
+"""The configuration of a run: all sections together."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from spurline.config.checks import not_finite
+from spurline.config.data import Data
+from spurline.config.layout import ActivationCheckpoint, Comm, Compile, Parallelism
+from spurline.config.model import ModelConfig
+from spurline.config.output import Checkpoint, Debug, Job, Metrics, Profile
+from spurline.config.training import LRScheduler, Optimizer, Training
+from spurline.typed_json import ADDED_LATER
+
+M = TypeVar("M", bound=ModelConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(Generic[M]):
+    """Everything a run depends on. Stored as `config.json`, which reproduces the run.
+
+    Sections are in the order of `--help`; the model comes last because it has the most options.
+    """
+
+    job: Job = field(default_factory=Job)
+    training: Training = field(default_factory=Training)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    comm: Comm = field(default_factory=Comm, metadata=ADDED_LATER)
+    compile: Compile = field(default_factory=Compile)
+    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    data: Data = field(default_factory=Data)
+    metrics: Metrics = field(default_factory=Metrics)
+    profile: Profile = field(default_factory=Profile)
+    debug: Debug = field(default_factory=Debug)
+    model: M
+
+    def problems(self) -> list[str]:
+        """All validation errors, each prefixed with its option."""
+        found: list[str] = []
+        for section in dataclasses.fields(self):
+            value = getattr(self, section.name)
+            names = {f.name for f in dataclasses.fields(value)}
+            for problem in not_finite(value) or value.problems():
+                about_an_option = problem.split(" ", 1)[0].split(".")[0] in names
+                found.append(f"{section.name}.{problem}" if about_an_option else f"{section.name}: {problem}")
+        if self.data.kind == "pictures" and not hasattr(self.model, "vision"):
+            found.append("data.kind pictures needs a model with a vision encoder, such as --module qwen3_vl")
+        if self.checkpoint.keep_best and not (self.metrics.validation_batches and self.data.validation_fraction):
+            found.append(
+                "checkpoint.keep_best needs a validation loss: set metrics.validation_batches and"
+                " data.validation_fraction above 0"
+            )
+        local, total = self.training.local_batch_size, self.training.global_batch_size
+        if local > 0 and total > 0 and total % local:
+            found.append(f"training.global_batch_size {total} is not a multiple of training.local_batch_size {local}")
+        return found

@@ -1,0 +1,87 @@
+"""Read files that a stranger may have written: whatever is in them, the answer is their content or a ValueError.
+
+Only regular files are opened (a pipe would block, a device has no end), sizes and depths have limits, and every
+message is one line. Free of torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO, Any
+
+MAX_JSON_BYTES = 2**30
+MAX_LINE_BYTES = 2**26
+MAX_DEPTH = 64
+
+
+@contextmanager
+def open_regular(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
+    """Open a regular file for reading; an OSError for everything else with a name."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError(0, "not a regular file", str(path))
+    with open(path, "rb") as file:
+        yield file
+
+
+def read_bytes(path: str | os.PathLike[str], max_bytes: int = MAX_JSON_BYTES) -> bytes:
+    """The content of a file; an OSError if it can't be read, a ValueError if it is larger than `max_bytes`."""
+    with open_regular(path) as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise ValueError(f"it is larger than {max_bytes:,} bytes")
+    return content
+
+
+def read_json(path: str | os.PathLike[str], max_bytes: int = MAX_JSON_BYTES) -> Any:
+    """The value in a JSON file; an OSError if it can't be read, a ValueError (without the path) if it is not JSON."""
+    return parse_json(read_bytes(path, max_bytes))
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value that `text` stands for; a ValueError says in one line why it is none, or is nested too deeply."""
+    try:
+        decoded = text.decode("utf-8") if isinstance(text, bytes) else text
+        value = json.loads(decoded)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error.msg} at line {error.lineno}, column {error.colno}") from None
+    except UnicodeDecodeError:
+        raise ValueError("not JSON: the file is not UTF-8 text") from None
+    except RecursionError:
+        raise ValueError("not JSON: nested too deeply") from None
+    except ValueError:  # Python refuses to convert numbers of thousands of digits
+        raise ValueError("not JSON: a number has too many digits") from None
+    # What is flat by its brackets needs no walk through it.
+    if decoded.count("[") + decoded.count("{") > MAX_DEPTH and _is_deeper(value, MAX_DEPTH):
+        raise ValueError("not JSON: nested too deeply")
+    return value
+
+
+def _is_deeper(value: Any, depth: int) -> bool:
+    if not isinstance(value, dict | list):
+        return False
+    inner = value.values() if isinstance(value, dict) else value
+    return depth == 0 or any(_is_deeper(item, depth - 1) for item in inner if isinstance(item, dict | list))
+
+
+def lines(file: IO[bytes], max_bytes: int = MAX_LINE_BYTES) -> Iterator[bytes]:
+    """The lines of a file with their ends; a ValueError (without the path) for one that is too long."""
+    number = 0
+    while line := file.readline(max_bytes + 1):
+        number += 1
+        if len(line) > max_bytes:
+            raise ValueError(f"line {number} is longer than {max_bytes:,} bytes")
+        yield line
+
+
+def is_plain_name(name: object) -> bool:
+    """Whether this is the name of a file in the same folder: no path, no parent folder, nothing invisible in it."""
+    return isinstance(name, str) and name not in ("", ".", "..") and name.isprintable() and not set(name) & {"/", "\\"}
+
+
+def reason(error: OSError) -> str:
+    """Why a file could not be read, in a few words."""
+    return error.strerror or str(error)
