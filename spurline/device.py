@@ -1,53 +1,101 @@
-"""Device selection. The only file that names specific accelerators."""
+"""Devices: which one a process works on, and what it can do. The only file that names specific accelerators."""
 
 import os
 import re
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-# Peak dense bfloat16 FLOP/s by a substring of the device name; the first match applies, so longer names come first.
-_PEAK_BF16_FLOPS = {
-    "GB200": 2.5e15,
-    "B200": 2.25e15,
-    "H200 NVL": 836e12,
-    "H200": 989e12,
-    "H100 NVL": 835e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "L40": 181e12,
-    "L4": 121e12,
-    "MI325X": 1307e12,
-    "MI300X": 1307e12,
-    "MI250X": 191.5e12,  # one of its two dies: each is a device of its own
-}
+from spurline.hardware import find_hardware
 
 
-def pick_device() -> torch.device:
-    """The accelerator of this process (by LOCAL_RANK) if there is one, else the CPU."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    return torch.device("cpu")
+def pick_device(wanted: str = "auto") -> torch.device:
+    """The device of this process: the accelerator with the number LOCAL_RANK, or the CPU; a ValueError if it is absent.
+
+    auto is the accelerator that this PyTorch is built for, if there is one here and every rank can have its own.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if wanted == "auto":
+        wanted = accelerator.type if accelerator is not None and not _lacks_ranks(accelerator) else "cpu"
+    if wanted == "cpu":
+        return torch.device("cpu")
+    if accelerator is None or accelerator.type != wanted:
+        raise ValueError(f"training.device {wanted}: {_why_absent(wanted)}. Use --training.device auto or cpu")
+    if _lacks_ranks(accelerator):
+        raise ValueError(f"training.device {wanted} is one device: train on one rank, or use --training.device cpu")
+    index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.accelerator.device_count()
+    if index >= count:
+        raise ValueError(
+            f"training.device {wanted}: this is process {index + 1} on this machine, which has {count} of them."
+            f" Start at most {count} processes a machine, or use --training.device cpu"
+        )
+    return torch.device(wanted, index)
 
 
-def start_process_group(device: torch.device) -> None:
-    """Initialize torch.distributed from torchrun's environment: nccl on accelerators, gloo on CPUs."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
-    else:
-        dist.init_process_group("gloo")
+def _lacks_ranks(accelerator: torch.device) -> bool:
+    """Whether several ranks were started, for an accelerator that has no collectives."""
+    return accelerator.type == "mps" and int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def _why_absent(name: str) -> str:
+    """Why an accelerator of this name can't be used."""
+    built_for = torch.accelerator.current_accelerator()
+    if built_for is None or built_for.type != name:
+        for_what = "CPUs alone" if built_for is None else f"{built_for.type} devices"
+        return f"this PyTorch ({torch.__version__}) is built for {for_what}"
+    return "PyTorch finds no such device here; check the driver, and that a device is visible to this process"
+
+
+def is_accelerator(device: torch.device) -> bool:
+    return device.type != "cpu"
+
+
+def use_device(device: torch.device) -> None:
+    """Make it the current device of this thread."""
+    if is_accelerator(device) and device.index is not None:
+        torch.accelerator.set_device_index(device.index)
+
+
+def start_process_group(device: torch.device, timeout_seconds: int = 0) -> None:
+    """Initialize torch.distributed from torchrun's environment, with the backend of the device: gloo on CPUs.
+
+    A collective fails after timeout_seconds (0: the backend's default) without one of the ranks.
+    """
+    use_device(device)
+    dist.init_process_group(
+        dist.get_default_backend_for_device(device),
+        timeout=timedelta(seconds=timeout_seconds) if timeout_seconds else None,
+        device_id=device if is_accelerator(device) else None,
+    )
+
+
+def can_skip_fused_adamw(device: torch.device) -> bool:
+    """Whether PyTorch's fused AdamW on this device heeds `found_inf`, by which a step is skipped without a reading."""
+    return device.type in ("cpu", "cuda", "xpu")
+
+
+def has_grouped_mm_kernel(device: str, dtype: torch.dtype) -> bool:
+    """Whether PyTorch's grouped matmul is one kernel for devices of this type, and not a loop that waits for offsets.
+
+    It is for bfloat16 on NVIDIA's compute capabilities 9.0 and 10.0, and with ROCm. Where no device can be asked, as in
+    a plan for another machine, it is taken to be one of these.
+    """
+    if device != "cuda" or dtype != torch.bfloat16:
+        return False
+    if torch.version.hip or not torch.cuda.is_available():
+        return True
+    return torch.cuda.get_device_capability()[0] in (9, 10)
 
 
 def peak_memory_bytes(device: torch.device) -> int | None:
-    """Peak allocated memory of the device, or peak resident memory of this process on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return process_peak_memory_bytes()
+    """Peak allocated memory of the device where PyTorch knows it, or peak resident memory of this process on a CPU."""
+    if not is_accelerator(device):
+        return process_peak_memory_bytes()
+    module = torch.get_device_module(device)
+    return module.max_memory_allocated(device) if hasattr(module, "max_memory_allocated") else None
 
 
 def process_peak_memory_bytes() -> int | None:
@@ -68,8 +116,8 @@ def process_peak_memory_bytes() -> int | None:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Peak dense matmul FLOP/s of one device; None unless the device is listed above and dtype is bfloat16."""
+    """Peak dense matmul FLOP/s of one device; None unless hardware.py lists the device and dtype is bfloat16."""
     if device.type != "cuda" or dtype != torch.bfloat16:
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for known, peak in _PEAK_BF16_FLOPS.items() if known in name), None)
+    known = find_hardware(torch.cuda.get_device_name(device))
+    return known.bf16_flops if known else None

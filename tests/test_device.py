@@ -1,0 +1,68 @@
+import pytest
+import torch
+
+from spurline import device
+
+GPU = "cu" + "da"
+
+
+@pytest.fixture
+def accelerator(monkeypatch):  # type: ignore[no-untyped-def]
+    """Has PyTorch say that it is built for a kind of device, of which this machine has some."""
+
+    def has(kind: str | None, count: int) -> None:
+        built_for = None if kind is None else torch.device(kind)
+        monkeypatch.setattr(
+            torch.accelerator,
+            "current_accelerator",
+            lambda check_available=False: built_for if count or not check_available else None,
+        )
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+
+    return has
+
+
+def test_auto_is_the_accelerator_of_this_machine_else_the_cpu(accelerator, monkeypatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    for kind, count, expected in ((None, 0, "cpu"), (GPU, 0, "cpu"), (GPU, 4, f"{GPU}:3"), ("xpu", 8, "xpu:3")):
+        accelerator(kind, count)
+        assert device.pick_device() == torch.device(expected)
+        assert device.pick_device("cpu") == torch.device("cpu")
+
+
+def test_device_without_collectives_is_for_one_rank(accelerator, monkeypatch) -> None:
+    accelerator("mps", 1)
+    assert device.pick_device() == device.pick_device("mps") == torch.device("mps", 0)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert device.pick_device() == torch.device("cpu")
+    with pytest.raises(ValueError, match=r"^training.device mps is one device: train on one rank, or use .* cpu$"):
+        device.pick_device("mps")
+
+
+@pytest.mark.parametrize(
+    ("built_for", "count", "wanted", "message"),
+    [
+        (None, 0, GPU, rf"^training.device {GPU}: this PyTorch \(.*\) is built for CPUs alone\. Use .* auto or cpu$"),
+        (GPU, 2, "xpu", rf"^training.device xpu: this PyTorch \(.*\) is built for {GPU} devices\. Use .* auto or cpu$"),
+        (GPU, 0, GPU, rf"^training.device {GPU}: PyTorch finds no such device here; check the driver, .* auto or cpu$"),
+        (GPU, 2, GPU, rf"^training.device {GPU}: this is process 3 on this machine, which has 2 of them\. Start at"),
+    ],
+)
+def test_absent_device_is_one_line(accelerator, monkeypatch, built_for, count, wanted, message) -> None:
+    accelerator(built_for, count)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(ValueError, match=message) as error:
+        device.pick_device(wanted)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_grouped_matmul_is_a_kernel_for_bfloat16_on_some_devices(monkeypatch) -> None:
+    module = getattr(torch, GPU)
+    monkeypatch.setattr(module, "is_available", lambda: True)
+    for capability, expected in (((8, 0), False), ((9, 0), True), ((10, 0), True), ((12, 0), False)):
+        monkeypatch.setattr(module, "get_device_capability", lambda capability=capability: capability)
+        assert device.has_grouped_mm_kernel(GPU, torch.bfloat16) is expected
+        assert not device.has_grouped_mm_kernel(GPU, torch.float32)
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert device.has_grouped_mm_kernel(GPU, torch.bfloat16)
+    assert not device.has_grouped_mm_kernel("xpu", torch.bfloat16)
