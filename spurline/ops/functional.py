@@ -1,13 +1,42 @@
 """Small functions of tensors: SwiGLU, top-k with a fixed tie-break, statistics that count each micro-batch once."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import Function
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, of any shape."""
-    return F.silu(gate) * up
+class _SwiGLU(Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor | None = None) -> Tensor:
+        ctx.save_for_backward(gate, up, weight)
+        hidden = F.silu(gate) * up
+        return hidden if weight is None else hidden * weight.to(hidden.dtype).unsqueeze(-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        gate, up, weight = ctx.saved_tensors
+        active, dweight = F.silu(gate), None
+        if weight is not None:
+            dweight = (grad * (active * up)).sum(-1, dtype=weight.dtype)
+            grad = grad * weight.to(grad.dtype).unsqueeze(-1)
+        return _silu_backward(grad * up, gate), grad * active, dweight
+
+
+def _silu_backward(grad: Tensor, gate: Tensor) -> Tensor:
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # to be differentiated again, which the op is not
+        sigmoid = torch.sigmoid(gate)
+        return grad * sigmoid * (1 + gate * (1 - sigmoid))
+    return torch.ops.aten.silu_backward(grad, gate)
+
+
+swiglu = _SwiGLU.apply
+"""swiglu(gate, up, weight=None): silu(gate) * up, of any shape (.., F); with weights (..), each row times its own.
+
+For the backward pass only the arguments are kept: to compute the activation again costs no more than to read it.
+"""
 
 
 @torch.library.custom_op("spurline::stable_topk", mutates_args=())

@@ -87,25 +87,22 @@ def _permute_backward(ctx, grad_RD):  # type: ignore[no-untyped-def]
 
 
 def _save_for_gather(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    x_TD, token_R = inputs
-    ctx.save_for_backward(token_R)
+    # Not among the saved tensors: a recomputed forward stops at the last of those, before rows come back to be added.
+    x_TD, ctx.token_R = inputs
     ctx.num_tokens = x_TD.shape[0]
 
 
 def _gather_backward(ctx, grad_RD):  # type: ignore[no-untyped-def]
-    (token_R,) = ctx.saved_tensors
-    return scatter_add_rows(grad_RD, token_R, ctx.num_tokens), None
+    return scatter_add_rows(grad_RD, ctx.token_R, ctx.num_tokens), None
 
 
 def _save_for_scatter(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    _, token_R, _, base_TD = inputs
-    ctx.save_for_backward(token_R)
+    _, ctx.token_R, _, base_TD = inputs
     ctx.has_base = base_TD is not None
 
 
 def _scatter_backward(ctx, grad_TD):  # type: ignore[no-untyped-def]
-    (token_R,) = ctx.saved_tensors
-    return gather_rows(grad_TD, token_R), None, None, grad_TD if ctx.has_base else None
+    return gather_rows(grad_TD, ctx.token_R), None, None, grad_TD if ctx.has_base else None
 
 
 gather_rows.register_autograd(_gather_backward, setup_context=_save_for_gather)

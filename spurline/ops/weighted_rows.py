@@ -1,0 +1,92 @@
+"""Rows that carry their routing weight along, as further columns.
+
+T tokens, S rows that leave, R rows that arrive, D width, X = D + 16 bytes. A weight of float32 is the sum of three
+numbers of a 16-bit dtype, exactly: so it crosses ranks inside its row, in the dtype of the rows, without a message of
+its own and without being rounded. Its gradient comes back in the same way.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function
+
+from spurline.ops.rows import scatter_add_rows
+
+COLUMN_BYTES = 16
+"""What a weight takes in a row: rows of a multiple of 16 bytes stay one, which kernels load fastest."""
+
+
+@torch.library.custom_op("spurline::gather_weighted_rows", mutates_args=())
+def gather_weighted_rows(x_TD: Tensor, token_S: Tensor, weight_S: Tensor) -> Tensor:
+    """(T, D), (S,) and (S,) -> (S, X): row s is token token_S[s], and behind it weight_S[s]."""
+    rows_SX = x_TD.new_empty(token_S.shape[0], joined_width(x_TD))
+    torch.index_select(x_TD, 0, token_S, out=rows_SX[:, : x_TD.shape[1]])
+    rows_SX[:, x_TD.shape[1] :] = _columns(weight_S, rows_SX.dtype)
+    return rows_SX
+
+
+@gather_weighted_rows.register_fake
+def _(x_TD: Tensor, token_S: Tensor, weight_S: Tensor) -> Tensor:
+    return x_TD.new_empty(token_S.shape[0], joined_width(x_TD))
+
+
+def split_weighted_rows(rows_RX: Tensor, width: int, weight_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(R, X) -> (R, D), a view, and (R,): the rows and their weights."""
+    return _Split.apply(rows_RX, width, weight_dtype)
+
+
+def joined_width(x_TD: Tensor) -> int:
+    """X: the columns of a row that carries its weight."""
+    return x_TD.shape[1] + COLUMN_BYTES // x_TD.dtype.itemsize
+
+
+class _Split(Function):
+    @staticmethod
+    def forward(ctx: Any, rows_RX: Tensor, width: int, weight_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        ctx.dtype = rows_RX.dtype
+        return rows_RX[:, :width], _weights(rows_RX, width, weight_dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad_RD: Tensor, grad_R: Tensor) -> tuple[Tensor, None, None]:
+        return torch.cat([grad_RD, _columns(grad_R, ctx.dtype)], dim=1), None, None
+
+
+def _columns(weight_S: Tensor, dtype: torch.dtype) -> Tensor:
+    """(S,) -> (S, X - D): numbers of dtype that add up to the weight, and zeros."""
+    parts, rest_S = [], weight_S
+    for _ in range(_num_parts(weight_S.dtype, dtype)):
+        parts.append(rest_S.to(dtype))
+        rest_S = rest_S - parts[-1].to(rest_S.dtype)  # exact: a number and its rounding differ by less than both
+    num_zeros = COLUMN_BYTES // dtype.itemsize - len(parts)
+    return torch.nn.functional.pad(torch.stack(parts, dim=1), (0, num_zeros))
+
+
+def _weights(rows_RX: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """(R, X) -> (R,): the inverse of `_columns`, added up from the largest part down, which is exact."""
+    num_parts = _num_parts(dtype, rows_RX.dtype)
+    first_R, *rest = rows_RX[:, width : width + num_parts].to(dtype).unbind(1)
+    return sum(rest, first_R)
+
+
+def _num_parts(weight: torch.dtype, rows: torch.dtype) -> int:
+    return 1 if weight.itemsize <= rows.itemsize else 3
+
+
+def _save(ctx: Any, inputs: Any, output: Tensor) -> None:
+    x_TD, token_S, weight_S = inputs
+    ctx.save_for_backward(token_S)
+    ctx.shape, ctx.weight_dtype = x_TD.shape, weight_S.dtype
+
+
+def _backward(ctx: Any, grad_SX: Tensor) -> tuple[Tensor, None, Tensor]:
+    (token_S,) = ctx.saved_tensors
+    num_tokens, width = ctx.shape
+    # Whole rows: adding up a part of them is four times slower on a CPU. The columns of weights come to nothing.
+    grad_TD = scatter_add_rows(grad_SX, token_S, num_tokens)[:, :width]
+    return grad_TD, None, _weights(grad_SX, width, ctx.weight_dtype)
+
+
+gather_weighted_rows.register_autograd(_backward, setup_context=_save)
