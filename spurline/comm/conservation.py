@@ -9,11 +9,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+_LABEL_BYTES = 256
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 class ConservationError(RuntimeError):
     """Rows got lost, were invented or changed places between two ranks."""
+
+
+def as_label(text: str) -> Tensor:
+    """What errors of an exchange begin with, as bytes in a tensor on the host.
+
+    A string would be a constant of a traced graph, and each layer would be compiled by itself for its name.
+    """
+    encoded = text.encode()[:_LABEL_BYTES].ljust(_LABEL_BYTES)
+    return torch.tensor(list(encoded), dtype=torch.uint8, device="cpu")
+
+
+def text_of(label: Tensor | None, of_gradient: bool = False) -> str:
+    """The text of a label, for the exchange itself or the one that returns its gradient."""
+    text = "" if label is None else bytes(label.tolist()).decode(errors="ignore").rstrip()
+    return f"gradient of {text}" if of_gradient and text else text
 
 
 def check_splits(send_P: list[int], receive_P: list[int], group: dist.ProcessGroup, label: str) -> None:

@@ -20,11 +20,62 @@ from torch import Tensor
 from torch.autograd.function import Function
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from spurline.accelerator import record_event, side_stream_behind
 from spurline.comm.collectives import group_size
-from spurline.comm.conservation import check_rows, check_splits
+from spurline.comm.conservation import check_rows, check_splits, text_of
 
 _ops = torch.ops._c10d_functional
 _all_to_all, _wait = _ops.all_to_all_single, _ops.wait_tensor
+
+
+@dataclass(frozen=True)
+class Departure:
+    """Rows that are ready to leave, while nobody may know yet how many of them go where."""
+
+    rows_SD: Tensor
+    """What autograd returns the gradient to."""
+    group: dist.ProcessGroup
+    ready: torch.Event | None = None
+    """When the rows are there, if the exchange is to wait for no more than that (on an accelerator)."""
+
+    def start(
+        self,
+        splits_2P: Tensor | None,
+        output_size: int | None = None,
+        label: Tensor | None = None,
+        check: str = "",
+        overlap: bool = True,
+        returning: bool = False,
+    ) -> InFlight:
+        """Start the exchange; see `start_exchange`."""
+        rows_SD, size = self.rows_SD, self.group.size()
+        if splits_2P is None and rows_SD.size(0) % size:
+            raise ValueError(
+                f"start_exchange: {rows_SD.size(0)} rows can't be split equally over {size} ranks: pass splits_2P"
+            )
+        if size == 1:
+            return InFlight(rows_SD, rows_SD, None, "", label, check, overlap)
+        if output_size is None:
+            output_size = rows_SD.size(0) if splits_2P is None else int(splits_2P[1].sum())
+        name = self.group.group_name
+        how = rows_SD.detach(), splits_2P, output_size, name, label, check, overlap, returning
+        if self.ready is None or not overlap or check == "rows":  # complete when it returns: on the current stream
+            started = _start(*how)
+        else:
+            with side_stream_behind(self.ready, rows_SD.device):
+                started = _start(*how)
+            started.record_stream(torch.accelerator.current_stream())  # made on the one, used and freed on the other
+        return InFlight(rows_SD, started, splits_2P, name, label, check, overlap)
+
+
+def depart(rows_SD: Tensor, group: dist.ProcessGroup, beside: bool = False) -> Departure:
+    """Make rows ready to leave; what runs from here to `wait()` overlaps the exchange in the backward pass.
+
+    With `beside`, an exchange that starts later on an accelerator waits for these rows only, and runs beside what has
+    been queued since.
+    """
+    ready = record_event(rows_SD.device) if beside else None
+    return Departure(rows_SD if group_size(group) == 1 else _Begin.apply(rows_SD), group, ready)
 
 
 @dataclass(frozen=True)
@@ -36,7 +87,7 @@ class InFlight:
     started: Tensor
     splits_2P: Tensor | None
     group_name: str
-    label: str
+    label: Tensor | None
     check: str
     overlap: bool
 
@@ -52,29 +103,21 @@ def start_exchange(
     splits_2P: Tensor | None,
     group: dist.ProcessGroup,
     output_size: int | None = None,
-    label: str = "",
+    label: Tensor | None = None,
     check: str = "",
     overlap: bool = True,
+    returning: bool = False,
 ) -> InFlight:
     """Start to send splits_2P[0, i] rows to rank i and to receive splits_2P[1, i] from it, in rank order.
 
-    Pass output_size = R where it is known: traced, it is then one symbol. `label` names the caller in errors. `check`
-    is "" (none), "splits" (compare the ranks' splits first; only where a mismatch would abort the process, that is on
-    gloo) or "rows" (compare splits and checksums of all rows; such an exchange is complete when it returns). Without
-    `overlap` it is complete when it returns too, in both directions: needed where a graph ends between start and wait.
+    Pass output_size = R where it is known: traced, it is then one symbol. `label` (`as_label`) names the caller in
+    errors. `check` is "" (none), "splits" (compare the ranks' splits first; only where a mismatch would abort the
+    process, that is on gloo) or "rows" (compare splits and checksums of all rows; such an exchange is complete when it
+    returns). Without `overlap` it is complete when it returns too, in both directions: needed where a graph ends
+    between start and wait. `returning` rows are on their way back to be added up: recomputation keeps only those on
+    their way to experts.
     """
-    size = group_size(group)
-    if splits_2P is None and rows_SD.size(0) % size:
-        raise ValueError(
-            f"start_exchange: {rows_SD.size(0)} rows can't be split equally over {size} ranks: pass splits_2P"
-        )
-    if size == 1:
-        return InFlight(rows_SD, rows_SD, None, "", label, check, overlap)
-    if output_size is None:
-        output_size = rows_SD.size(0) if splits_2P is None else int(splits_2P[1].sum())
-    rows_SD = _Begin.apply(rows_SD)
-    started = _start(rows_SD.detach(), splits_2P, output_size, group.group_name, label, check, overlap)
-    return InFlight(rows_SD, started, splits_2P, group.group_name, label, check, overlap)
+    return depart(rows_SD, group).start(splits_2P, output_size, label, check, overlap, returning)
 
 
 def exchange_rows(
@@ -82,11 +125,12 @@ def exchange_rows(
     splits_2P: Tensor | None,
     group: dist.ProcessGroup,
     output_size: int | None = None,
-    label: str = "",
+    label: Tensor | None = None,
     check: str = "",
+    returning: bool = False,
 ) -> Tensor:
     """`start_exchange` and `wait` in one: (S, ..) -> (R, ..). Mirror: the exchange with the splits swapped."""
-    return start_exchange(rows_SD, splits_2P, group, output_size, label, check).wait()
+    return start_exchange(rows_SD, splits_2P, group, output_size, label, check, returning=returning).wait()
 
 
 class _Begin(Function):
@@ -111,24 +155,28 @@ class _Finish(Function):
         started: Tensor,
         splits_2P: Tensor | None,
         group_name: str,
-        label: str,
+        label: Tensor | None,
         check: str,
         overlap: bool,
     ) -> Tensor:
-        ctx.save_for_backward(splits_2P)
+        if torch.compiler.is_compiling():
+            ctx.save_for_backward(splits_2P, label)
+        else:
+            # Not among the saved tensors: a recomputed forward stops at the last of those, and need not wait for this.
+            ctx.splits_and_label = splits_2P, label
         ctx.num_sent, ctx.group_name, ctx.check, ctx.overlap = sent_SD.shape[0], group_name, check, overlap
-        ctx.label = f"gradient of {label}" if label else ""
         return _wait(started)
 
     @staticmethod
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
-        (splits_2P,) = ctx.saved_tensors
+        splits_2P, label = ctx.splits_and_label if hasattr(ctx, "splits_and_label") else ctx.saved_tensors
         mirrored_2P = None if splits_2P is None else splits_2P.flip(0)
         if _is_differentiated_again():
             group = _resolve_process_group(ctx.group_name)
-            grad_SD = exchange_rows(grad_RD, mirrored_2P, group, ctx.num_sent, ctx.label, ctx.check)
+            grad_SD = exchange_rows(grad_RD, mirrored_2P, group, ctx.num_sent, label, ctx.check)
         else:
-            grad_SD = _start(grad_RD, mirrored_2P, ctx.num_sent, ctx.group_name, ctx.label, ctx.check, ctx.overlap)
+            how = ctx.group_name, label, ctx.check, ctx.overlap, False
+            grad_SD = _start(grad_RD, mirrored_2P, ctx.num_sent, *how, of_gradient=True)
             # Anomaly detection reads every gradient as soon as it is returned.
             if not torch.compiler.is_compiling() and torch.is_anomaly_enabled():
                 grad_SD = _wait(grad_SD)
@@ -143,7 +191,15 @@ def _is_differentiated_again() -> bool:
 # A registered op: only so can its result have a size that is known before it runs.
 @torch.library.custom_op("spurline::start_exchange", mutates_args=())
 def _start(
-    rows_SD: Tensor, splits_2P: Tensor | None, output_size: int, group_name: str, label: str, check: str, overlap: bool
+    rows_SD: Tensor,
+    splits_2P: Tensor | None,
+    output_size: int,
+    group_name: str,
+    label: Tensor | None,
+    check: str,
+    overlap: bool,
+    returning: bool,
+    of_gradient: bool = False,
 ) -> Tensor:
     group = _resolve_process_group(group_name)  # type: ignore[arg-type]
     rows_SD = rows_SD.contiguous()
@@ -152,17 +208,25 @@ def _start(
     else:
         send_P, receive_P = splits_2P.tolist()
     if check == "rows" or (check == "splits" and dist.get_backend(group) == "gloo"):
-        check_splits(send_P, receive_P, group, label)
+        check_splits(send_P, receive_P, group, text_of(label, of_gradient))
     received_RD = _all_to_all(rows_SD, receive_P, send_P, group_name)
     if not overlap or check == "rows":
         received_RD = _wait(received_RD)
     if check == "rows":
-        check_rows(rows_SD, received_RD, send_P, receive_P, group, label)
+        check_rows(rows_SD, received_RD, send_P, receive_P, group, text_of(label, of_gradient))
     return received_RD
 
 
 @_start.register_fake
 def _(
-    rows_SD: Tensor, splits_2P: Tensor | None, output_size: int, group_name: str, label: str, check: str, overlap: bool
+    rows_SD: Tensor,
+    splits_2P: Tensor | None,
+    output_size: int,
+    group_name: str,
+    label: Tensor | None,
+    check: str,
+    overlap: bool,
+    returning: bool,
+    of_gradient: bool = False,
 ) -> Tensor:
     return rows_SD.new_empty(output_size, *rows_SD.shape[1:])

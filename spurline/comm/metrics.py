@@ -109,8 +109,8 @@ def reduce_metrics(offered: Iterable[Offered], group: dist.ProcessGroup | None =
     ordered = sorted(offered, key=lambda one: _ORDER.index(one.metric.reduction))
     if not ordered:
         return ReducedMetrics([], torch.empty(0))
-    # In fp64, integers up to 2**53 and sums of fp32 are exact.
-    packed_N = torch.cat([one.metric.value.detach().flatten().double() for one in ordered])
+    dtype = _exact_dtype(ordered[0].metric.value.device)
+    packed_N = torch.cat([one.metric.value.detach().flatten().to(dtype) for one in ordered])
     if group is not None and group.size() > 1:
         numels = [
             sum(one.metric.value.numel() for one in ordered if one.metric.reduction == reduction)
@@ -118,6 +118,11 @@ def reduce_metrics(offered: Iterable[Offered], group: dist.ProcessGroup | None =
         ]
         packed_N = _all_reduce_packed(packed_N, numels, group)
     return ReducedMetrics(ordered, packed_N)
+
+
+def _exact_dtype(device: torch.device) -> torch.dtype:
+    """fp64, in which integers up to 2**53 and sums of fp32 are exact; fp32 on the one kind of device without it."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def _all_reduce_packed(packed_N: Tensor, numels: list[int], group: dist.ProcessGroup) -> Tensor:

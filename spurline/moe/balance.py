@@ -74,12 +74,15 @@ def routers(model: nn.Module) -> dict[str, Router]:
 
 
 @torch.no_grad()
-def update_expert_bias(model: nn.Module, group: ProcessGroup | None = None) -> dict[str, Tensor]:
+def update_expert_bias(
+    model: nn.Module, group: ProcessGroup | None = None, unless: Tensor | None = None
+) -> dict[str, Tensor]:
     """Take one balance step in every MoE layer; returns each layer's rows per expert (E,) since the last call.
 
     The rows are summed over `group`, by default over all ranks where torch.distributed is initialized (each of them
     trained on other tokens, as under DDP), in one reduction for all layers; every rank of it must make this call. A
-    bias moves by its rate towards experts with less than the mean, and the moves of a layer add up to zero.
+    bias moves by its rate towards experts with less than the mean, and the moves of a layer add up to zero. No bias
+    moves if `unless`, a number on the device, is 1: for steps whose update is masked.
     """
     layers = routers(model)
     if not layers:
@@ -93,13 +96,14 @@ def update_expert_bias(model: nn.Module, group: ProcessGroup | None = None) -> d
         if rate := router.config.bias_update_rate:
             count_E = count_by_layer[name].float()
             move_E = torch.sign(count_E.mean() - count_E)
-            router.expert_bias_E += rate * (move_E - move_E.mean())
+            move_E = rate * (move_E - move_E.mean())
+            router.expert_bias_E += move_E if unless is None else torch.where(unless > 0, 0.0, move_E)
         router.step_count_E = count_by_layer[name]
         router.row_count_E.zero_()
     return count_by_layer
 
 
-def set_token_weight(model: nn.Module, token_weight: float) -> None:
+def set_token_weight(model: nn.Module, token_weight: float | Tensor) -> None:
     """Say what one token weighs in the step's loss, so that balance losses weigh their tokens alike."""
     for router in routers(model).values():
         router.token_weight.fill_(token_weight)

@@ -27,6 +27,11 @@ class MoEConfig:
     num_shared_experts: int = 0
     """Experts every token visits; they are one SwiGLU of this many times hidden_dim."""
 
+    shared_gate: bool = False
+    """Weigh the shared experts' output of each token by the sigmoid of a learned product with the token."""
+
+    gate_bias: bool = False
+    """A learned bias of the gate's logits, for selection and for weights."""
     score_func: Literal["softmax", "sigmoid"] = "softmax"
     """Turns gate logits into scores."""
     route_norm: bool = False
@@ -54,7 +59,7 @@ class MoEConfig:
     router: str = "top_k"
     """What sends tokens to experts: top_k, or a registered name."""
     experts: str = "swiglu"
-    """What an expert computes: swiglu, or a registered name."""
+    """What an expert computes: swiglu, clamped_swiglu (with biases, as in gpt-oss), or a registered name."""
     experts_backend: str = "auto"
     """Kernel of the expert matmuls: auto, stream, loop, grouped_mm, bmm, or a registered name.
     auto: stream on CPU; on accelerators bmm for equal counts, else grouped_mm if it supports the dtype, else loop."""
@@ -95,6 +100,8 @@ class MoEConfig:
             self.top_k <= self.num_experts,
             f"top_k {self.top_k} is larger than num_experts {self.num_experts}: a token visits an expert once at most",
         )
+        if self.shared_gate and not self.num_shared_experts:
+            found.append("shared_gate needs num_shared_experts above 0")
         if self.num_groups > 1:
             found += self._group_problems()
         elif self.num_limited_groups is not None:
@@ -142,4 +149,5 @@ class MoEConfig:
         return params_per_expert(LAYOUTS[self.experts], hidden=self.hidden_dim, width=self.dim)
 
     def _shared_and_gate_params(self) -> int:
-        return self.num_experts * self.dim + 3 * self.dim * self.shared_hidden_dim
+        gate = self.num_experts * (self.dim + self.gate_bias)
+        return gate + 3 * self.dim * self.shared_hidden_dim + self.shared_gate * self.dim

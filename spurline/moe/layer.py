@@ -13,24 +13,26 @@ from spurline.comm.sequence import SequenceShard
 from spurline.comm.sequence_parallel import SequenceParallel
 from spurline.moe.config import MoEConfig
 from spurline.moe.registry import make_dispatcher, make_experts, make_router
+from spurline.ops.draw import drawn_in_blocks, fill_truncated_normal
 from spurline.ops.functional import swiglu
 from spurline.ops.skinny_matmul import skinny_linear
 
 
 class SharedExperts(nn.Module):
-    """The experts every token visits: one SwiGLU as wide as all of them together."""
+    """The experts every token visits: one SwiGLU as wide as all of them together, maybe weighed by a gate."""
 
     def __init__(self, config: MoEConfig, init_std: float = 0.02, output_std: float | None = None) -> None:
         super().__init__()
         F_, D = config.shared_hidden_dim, config.dim
-        self.std = {"w1_FD": init_std, "w3_FD": init_std, "w2_DF": output_std or init_std}
+        self.std = {"w1_FD": init_std, "w3_FD": init_std, "w2_DF": output_std or init_std, "gate_1D": init_std}
         self.w1_FD = nn.Parameter(torch.empty(F_, D))
         self.w3_FD = nn.Parameter(torch.empty(F_, D))
         self.w2_DF = nn.Parameter(torch.empty(D, F_))
+        self.gate_1D = nn.Parameter(torch.empty(1, D)) if config.shared_gate else None
 
+    @drawn_in_blocks
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator | None) -> None:
-        std = self.std[name]
-        nn.init.trunc_normal_(tensor, std=std, a=-3 * std, b=3 * std, generator=generator)
+        fill_truncated_normal(tensor, self.std[name], generator)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """(T, D) -> (T, D)."""
@@ -38,7 +40,10 @@ class SharedExperts(nn.Module):
         w1_FD, w3_FD, w2_DF = local(self.w1_FD), local(self.w3_FD), local(self.w2_DF)
         dtype = x_TD.dtype
         hidden_TF = swiglu(linear(x_TD, w1_FD.to(dtype)), linear(x_TD, w3_FD.to(dtype)))
-        return linear(hidden_TF, w2_DF.to(dtype))
+        y_TD = linear(hidden_TF, w2_DF.to(dtype))
+        if self.gate_1D is None:
+            return y_TD
+        return y_TD * nn.functional.linear(x_TD, local(self.gate_1D).to(dtype)).sigmoid()
 
 
 class MoE(nn.Module):
@@ -105,7 +110,7 @@ class MoE(nn.Module):
 
     def _forward(self, x: Tensor, num_tokens_P: list[int] | None) -> Tensor:
         x_TD = x.reshape(-1, x.shape[-1])
-        if torch.is_autocast_enabled(x.device.type):
+        if not x.is_meta and torch.is_autocast_enabled(x.device.type):
             return self._forward_under_autocast(x_TD, x.shape, num_tokens_P)
         routing = self.router(x_TD, x.shape[:-2].numel())
         plan = self.dispatcher.plan(routing, num_tokens_P)

@@ -25,6 +25,14 @@ SWIGLU: Layout = {
     "w3_EFD": ("expert", "hidden", "width"),
     "w2_EDF": ("expert", "width", "hidden"),
 }
+CLAMPED_SWIGLU: Layout = {
+    "w1_EFD": ("expert", "hidden", "width"),
+    "b1_EF": ("expert", "hidden"),
+    "w3_EFD": ("expert", "hidden", "width"),
+    "b3_EF": ("expert", "hidden"),
+    "w2_EDF": ("expert", "width", "hidden"),
+    "b2_ED": ("expert", "width"),
+}
 
 
 def times(name: str, multiple: int) -> Axis:

@@ -26,7 +26,10 @@ def reference_moe(x_TD: Tensor, weights: dict[str, Tensor], config: MoEConfig) -
             y_D = y_D + (row_D if config.score_before_experts else row_D * weight)
         if config.num_shared_experts:
             w1_FD, w3_FD, w2_DF = (weights[f"shared_experts.{name}"] for name in ("w1_FD", "w3_FD", "w2_DF"))
-            y_D = y_D + w2_DF @ (F.silu(w1_FD @ x_D) * (w3_FD @ x_D))
+            shared_D = w2_DF @ (F.silu(w1_FD @ x_D) * (w3_FD @ x_D))
+            if config.shared_gate:
+                shared_D = shared_D * (weights["shared_experts.gate_1D"] @ x_D).sigmoid()
+            y_D = y_D + shared_D
         outputs.append(y_D)
     return torch.stack(outputs) if outputs else x_TD.clone()
 
@@ -35,6 +38,8 @@ def reference_scores(x_TD: Tensor, weights: dict[str, Tensor], config: MoEConfig
     """(T, D) -> gate logits and scores (T, E), in at least fp32."""
     dtype = torch.promote_types(x_TD.dtype, torch.float32)
     logit_TE = x_TD.to(dtype) @ weights["router.gate_ED"].to(dtype).t()
+    if config.gate_bias:
+        logit_TE = logit_TE + weights["router.gate_bias_E"].to(dtype)
     return logit_TE, logit_TE.softmax(-1) if config.score_func == "softmax" else logit_TE.sigmoid()
 
 

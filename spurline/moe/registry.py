@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from spurline.moe.layout import SWIGLU, Layout, layout_problems
+from spurline.moe.layout import CLAMPED_SWIGLU, SWIGLU, Layout, layout_problems
 from spurline.registry import register, resolve
 
 ROUTERS: dict[str, Any] = {"top_k": "spurline.moe.router:Router"}
 DISPATCHERS: dict[str, Any] = {"local": "spurline.moe.dispatch.local:LocalDispatcher"}
-EXPERTS: dict[str, Any] = {"swiglu": "spurline.moe.experts.swiglu:SwiGLUExperts"}
-LAYOUTS: dict[str, Layout] = {"swiglu": SWIGLU}
+EXPERTS: dict[str, Any] = {
+    "swiglu": "spurline.moe.experts.swiglu:SwiGLUExperts",
+    "clamped_swiglu": "spurline.moe.experts.clamped_swiglu:ClampedSwiGLUExperts",
+}
+LAYOUTS: dict[str, Layout] = {"swiglu": SWIGLU, "clamped_swiglu": CLAMPED_SWIGLU}
 KERNELS: dict[str, Any] = {
     "stream": "spurline.moe.kernels.cpu.stream:StreamKernel",
     "bmm": "spurline.moe.kernels.bmm:BmmKernel",

@@ -17,6 +17,7 @@ from spurline.moe.balance import attach_loss, balance_loss, count_rows_by_sequen
 from spurline.moe.config import MoEConfig
 from spurline.moe.metrics import router_metrics
 from spurline.moe.routing import Routing
+from spurline.ops.draw import drawn_in_blocks, fill_truncated_normal
 from spurline.ops.functional import accumulate_once, stable_topk
 
 
@@ -29,6 +30,7 @@ class Router(nn.Module):
     balance_loss: Tensor
     token_weight: Tensor
     metrics_of_parent = True  # they are those of the MoE layer
+    keeps_float32 = True  # the gate, in whatever dtype FSDP2 gathers other weights
 
     def __init__(self, config: MoEConfig, init_std: float = 0.02) -> None:
         super().__init__()
@@ -37,6 +39,7 @@ class Router(nn.Module):
         self.balance_group: ProcessGroup | None = None  # the ranks whose tokens a balance loss takes as one batch
         self.step_count_E: Tensor | None = None  # of all ranks, between the last two balance updates
         self.gate_ED = nn.Parameter(torch.empty(config.num_experts, config.dim))
+        self.gate_bias_E = nn.Parameter(torch.empty(config.num_experts)) if config.gate_bias else None
         self.register_buffer("expert_bias_E", torch.empty(config.num_experts, dtype=torch.float32))
         for name, shape, dtype in (
             ("row_count_E", config.num_experts, torch.int64),  # rows since the last balance update
@@ -46,8 +49,12 @@ class Router(nn.Module):
             self.register_buffer(name, torch.empty(shape, dtype=dtype), persistent=False)
         self.init_buffers()
 
+    @drawn_in_blocks
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator | None) -> None:
-        nn.init.trunc_normal_(tensor, std=self.init_std, a=-3 * self.init_std, b=3 * self.init_std, generator=generator)
+        if name == "gate_bias_E":
+            tensor.zero_()
+            return
+        fill_truncated_normal(tensor, self.init_std, generator)
 
     def init_buffers(self) -> None:
         for buffer in self.buffers(recurse=False):
@@ -96,7 +103,8 @@ class Router(nn.Module):
     def logits(self, x_TD: Tensor) -> Tensor:
         """(T, D) -> (T, E), in at least fp32: a model in fp64 keeps its precision."""
         dtype = torch.promote_types(x_TD.dtype, torch.float32)
-        return F.linear(x_TD.to(dtype), local(self.gate_ED).to(dtype))
+        bias_E = None if self.gate_bias_E is None else local(self.gate_bias_E).to(dtype)
+        return F.linear(x_TD.to(dtype), local(self.gate_ED).to(dtype), bias_E)
 
     def select_experts(self, score_TE: Tensor) -> Tensor:
         """The K best experts of each token by biased score, lower id first among equals."""

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from spurline import MoE, MoEConfig, parallelize_moe
 from spurline.comm import exchange
-from spurline.comm.conservation import ConservationError, check_rows
+from spurline.comm.conservation import ConservationError, as_label, check_rows
 from spurline.moe.dispatch.exchange import UnevenExchange
 from spurline.testing import RankPool
 
@@ -20,9 +20,10 @@ def exchange_with_wrong_split(rank: int, label: str) -> str:
     """Each sends two rows to each, but rank 1 expects three from rank 0."""
     receive = [3, 2] if rank == 1 else [2, 2]
     splits_2P = torch.tensor([[2, 2], receive])
-    step = UnevenExchange(splits_2P, 4, sum(receive), dist.group.WORLD, label, "rows" if label else "")
+    step = UnevenExchange(splits_2P, 4, sum(receive), dist.group.WORLD, as_label(label), "rows" if label else "")
     try:
-        return str(step.start(torch.full((4, 5), float(rank))).wait().shape)
+        departure = exchange.depart(torch.full((4, 5), float(rank)), dist.group.WORLD)
+        return str(step.start(departure).wait().shape)
     except ConservationError as error:
         return str(error)
 

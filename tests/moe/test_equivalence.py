@@ -70,6 +70,16 @@ def test_any_layer_equals_the_reference(
     assert_equals_reference(moe, torch.randn(shape, dtype=dtype))
 
 
+@pytest.mark.parametrize("score_func", ["softmax", "sigmoid"])
+def test_a_biased_gate_and_gated_shared_experts_equal_the_reference(score_func) -> None:
+    config = MoEConfig(
+        8, 12, num_experts=5, top_k=2, num_shared_experts=2, shared_gate=True, gate_bias=True, score_func=score_func
+    )
+    moe = make(config, torch.float32, 0)
+    torch.nn.init.uniform_(moe.router.gate_bias_E, -1, 1)
+    assert_equals_reference(moe, torch.randn(2, 11, 8))
+
+
 @pytest.mark.parametrize("backend", ["loop", "stream"])
 def test_one_expert_a_token_with_normalized_weights_leaves_the_gate_alone(backend: str) -> None:
     config = MoEConfig(8, 12, num_experts=3, top_k=1, route_norm=True, score_func="sigmoid", experts_backend=backend)

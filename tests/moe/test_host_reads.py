@@ -43,7 +43,7 @@ def reads_of_one_forward(
     moe.dispatcher = AllToAllDispatcher(config, group)
     for name, parameter in list(moe.experts.named_parameters()):
         setattr(moe.experts, name, torch.nn.Parameter(parameter[: config.num_experts // P].detach()))
-    with FakeTensorMode():
+    with FakeTensorMode(allow_non_fake_inputs=True):  # the layer's name, for errors, is a real tensor
         make_fake(moe)
         x = torch.empty(tokens, config.dim)
         y = moe(x)

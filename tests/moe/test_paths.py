@@ -93,25 +93,37 @@ def test_counters_are_silent_while_compiling() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "rank", "printed"),
+    ("wanted", "rank", "counts"),
     [
-        ("1", "0", True),  # on, for rank 0: not rank 1
-        ("1", "1", False),
-        ("true", "0", True),
-        ("YES", "0", True),
-        ("on", "1", False),
-        ("rank0", "0", True),
-        ("rank1", "1", True),
-        ("rank1", "0", False),
-        ("1, 3", "3", True),
-        ("1,3", "2", False),
-        ("rank0,rank3", "3", True),
-        ("all", "7", True),
-        ("", "0", False),
-        ("0", "0", False),
-        ("off", "0", False),
+        ("1", 0, True),  # on, for rank 0: not rank 1
+        ("1", 1, False),
+        ("true", 0, True),
+        ("YES", 0, True),
+        ("on", 1, False),
+        ("rank0", 0, True),
+        ("rank1", 1, True),
+        ("rank1", 0, False),
+        ("1, 3", 3, True),
+        ("1,3", 2, False),
+        ("rank0,rank3", 3, True),
+        ("all", 7, True),
+        ("", 0, False),
+        ("0", 0, False),
+        ("off", 0, False),
     ],
 )
+def test_the_ranks_that_a_value_names(wanted: str, rank: int, counts: bool) -> None:
+    named = telemetry.ranks_that_count(wanted)
+    assert named is not None
+    assert named(rank) is counts
+
+
+@pytest.mark.parametrize("wanted", ["maybe", "rank", "0;3", "-1", "1,,3", "ranks0"])
+def test_a_value_that_names_no_ranks(wanted: str) -> None:
+    assert telemetry.ranks_that_count(wanted) is None
+
+
+@pytest.mark.parametrize(("wanted", "rank", "printed"), [("1", "0", True), ("1", "1", False), ("1, 3", "3", True)])
 def test_the_line_at_exit(wanted: str, rank: str, printed: bool) -> None:
     script = (
         "import torch; from spurline import MoE, MoEConfig;"
@@ -121,11 +133,10 @@ def test_the_line_at_exit(wanted: str, rank: str, printed: bool) -> None:
     assert exit_line(script, wanted, rank) == ([line] if printed else [])
 
 
-@pytest.mark.parametrize("wanted", ["maybe", "rank", "0;3", "-1", "1,,3", "ranks0"])
-def test_a_value_that_is_not_understood_is_told_and_leaves_counters_off(wanted: str) -> None:
-    (line,) = exit_line("import spurline.moe.telemetry", wanted, "0")
+def test_a_value_that_is_not_understood_is_told_and_leaves_counters_off() -> None:
+    (line,) = exit_line("import spurline.moe.telemetry", "0;3", "0")
     assert line == (
-        f"spurline: SPURLINE_COUNTERS={wanted!r} is not understood, so counters stay off: use 1 for rank 0, all, or"
+        "spurline: SPURLINE_COUNTERS='0;3' is not understood, so counters stay off: use 1 for rank 0, all, or"
         " ranks such as 0,3"
     )
 

@@ -1,6 +1,7 @@
 """Experts streamed over chunks of rows: what they keep, what they reuse, and in which precision they multiply."""
 
 import gc
+from collections import Counter
 
 import pytest
 import torch
@@ -180,13 +181,16 @@ def test_bf16_is_as_close_to_the_truth_as_the_reference_in_bf16(
     monkeypatch.setattr(workspace, "JOINED", joined_rows * 12)
     monkeypatch.setattr(workspace, "cpu_multiplies_bfloat16", lambda: has_instructions)
     monkeypatch.setattr(workspace, "CHUNK", 5)
-    moe, x = make(torch.bfloat16, score_before_experts=before), torch.randn(5, 11, 12, dtype=torch.bfloat16)
-    exact = reference_results(moe, x, torch.float64)
-    errors, of_reference = (
-        errors_between(layer_results(moe, x), exact),
-        errors_between(reference_results(moe, x), exact),
-    )
-    assert max(errors.values()) < 2e-2, errors
+    moe = make(torch.bfloat16, score_before_experts=before)
+    # Of one draw, either may be closer by chance: sum over several.
+    errors: Counter[str] = Counter()
+    of_reference: Counter[str] = Counter()
+    for _ in range(8):
+        x = torch.randn(5, 11, 12, dtype=torch.bfloat16)
+        exact = reference_results(moe, x, torch.float64)
+        errors.update(errors_between(layer_results(moe, x), exact))
+        of_reference.update(errors_between(reference_results(moe, x), exact))
+    assert max(errors.values()) < 8 * 2e-2, errors
     expert_results = [name for name in errors if "experts.w" in name or name in ("y", "x")]
     assert expert_results
     for name in expert_results:

@@ -78,7 +78,12 @@ def test_traffic_conserves_rows(count_PE: list[list[int]]) -> None:
         for q in range(P):
             assert splits[p][0][q] == splits[q][1][p]
         mine = slice(p * E // P, (p + 1) * E // P)
-        assert everyone[p].host_count_e == everyone[p].count_e.tolist() == rows_E[mine]
+        assert (
+            everyone[p].known_count_e
+            == everyone[p].host_count_e.tolist()
+            == everyone[p].count_e.tolist()
+            == rows_E[mine]
+        )
         segments = [rows for row in count_PE for rows in row[mine]]
         assert everyone[p].segment_range == (min(segments), max(segments))
     assert {t.num_rows for t in everyone} == {sum(map(sum, count_PE))}

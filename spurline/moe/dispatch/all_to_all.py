@@ -12,22 +12,28 @@ Which exchange and which permutation a plan has is decided here, from numbers th
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from spurline.accelerator import HostCopy, acts_as_accelerator
 from spurline.comm.collectives import all_gather_counts
+from spurline.comm.conservation import as_label
+from spurline.comm.exchange import Departure, InFlight, depart
 from spurline.moe.config import MoEConfig
 from spurline.moe.dispatch.combine import combine_rows
-from spurline.moe.dispatch.exchange import EqualSplitExchange, Exchange, UnevenExchange
+from spurline.moe.dispatch.exchange import EqualSplitExchange, Exchange, PaddedInFlight, UnevenExchange
 from spurline.moe.dispatch.permute import Permutation, SegmentPermutation, UniformPermutation
-from spurline.moe.dispatch.traffic import Traffic, counts_of_parts, forced_counts, forced_order
+from spurline.moe.dispatch.traffic import Traffic, counts_of_parts, forced_counts, forced_order, traffic_numbers
 from spurline.moe.routing import Routing
-from spurline.moe.rows import Arrival, RowCounts, Rows
+from spurline.moe.rows import RowCounts, Rows
 from spurline.moe.telemetry import counted
 from spurline.ops.rows import gather_rows
+from spurline.ops.weighted_rows import gather_weighted_rows, split_weighted_rows
 
 MOST_FORCED_ROUTES = 8
 """Batch shapes whose forced-balance route is kept."""
@@ -35,46 +41,93 @@ MOST_FORCED_ROUTES = 8
 
 @dataclass(frozen=True)
 class Route:
-    """The part of a plan that does not depend on weights: forced balance keeps it from step to step."""
+    """How many rows go where, and how: forced balance keeps it from step to step."""
 
-    slot_S: Tensor
-    """The token-slots (t * K + k) in the order in which rows leave: expert after expert."""
     counts: RowCounts
     exchange: Exchange
     permutation: Permutation
 
 
+class PendingRoute:
+    """A route that is chosen as soon as its numbers have reached the host."""
+
+    def __init__(self, count_e: Tensor, choose: Callable[[], Route]) -> None:
+        self.counts = RowCounts(count_e)
+        self._choose = choose
+        self._route: Route | None = None
+
+    def get(self) -> Route:
+        """Waits for the numbers, once."""
+        if self._route is None:
+            self._route = self._choose()
+        return self._route
+
+
 @dataclass(frozen=True)
 class ExchangePlan:
-    """Rows leave their tokens, travel to the ranks of their experts, and are put in the order of experts there."""
+    """Rows leave their tokens, travel to the ranks of their experts, and are put in the order of experts there.
+
+    Weights that apply behind the experts travel with their rows: experts apply them to their hidden state, and nobody
+    has to keep the output of the experts for the gradient of its weights.
+    """
 
     token_S: Tensor
     weight_S: Tensor
     num_tokens: int
     weigh_before: bool
-    route: Route
+    group: ProcessGroup
+    route: Route | PendingRoute
 
     def dispatch(self, x_TD: Tensor) -> Rows:
-        """Starts the exchange; the rows are waited for when experts ask for them."""
-        rows = Rows(gather_rows(x_TD, self.token_S), self.route.counts, None, self.weight_S, self.weigh_before)
-        rows_SD = rows.weigh(rows.x) if self.weigh_before else rows.x
-        arrival = PermutedArrival(self.route.exchange.start(rows_SD), self.route.permutation)
-        return Rows(rows_SD, rows.counts, None, self.weight_S, self.weigh_before, arrival)
+        """Starts the exchange; the rows are waited for when experts ask for them.
+
+        On an accelerator it starts when experts ask for rows: until then the host does not know how many go where, and
+        queues other work before it waits for that.
+        """
+        if self.weigh_before:
+            rows = Rows(gather_rows(x_TD, self.token_S), self.route.counts, None, self.weight_S, True)
+            rows_SX = rows.weigh(rows.x)
+        else:
+            rows_SX = gather_weighted_rows(x_TD, self.token_S, self.weight_S)
+        is_pending, width = isinstance(self.route, PendingRoute), x_TD.shape[1]
+        departure = depart(rows_SX, self.group, beside=is_pending)
+        if is_pending:
+            return Rows(rows_SX, self.route.counts, start=partial(self._start, departure, width))
+        return self._start(departure, width)
+
+    def _start(self, departure: Departure, width: int) -> Rows:
+        route = self._known_route()
+        weight_dtype = None if self.weigh_before else self.weight_S.dtype
+        arrival = PermutedArrival(route.exchange.start(departure), route.permutation, width, weight_dtype)
+        return Rows(departure.rows_SD, route.counts, arrival=arrival)
 
     def combine(self, rows: Rows) -> Tensor:
-        rows_SD = self.route.exchange.inverse(self.route.permutation.inverse(rows.x))
-        return combine_rows(rows, rows_SD, self.token_S, self.num_tokens)
+        route = self._known_route()
+        # Experts that could not apply the weights themselves leave them to us, before the rows go back.
+        y_RD = rows.x if rows.weight_S is None else rows.weigh(rows.x)
+        rows_SD = route.exchange.inverse(route.permutation.inverse(y_RD))
+        return combine_rows(replace(rows, weight_S=None), rows_SD, self.token_S, self.num_tokens)
+
+    def _known_route(self) -> Route:
+        return self.route.get() if isinstance(self.route, PendingRoute) else self.route
 
 
 @dataclass(frozen=True)
 class PermutedArrival:
     """Rows on their way, to be put in the order of experts when they are there."""
 
-    arrival: Arrival
+    arrival: InFlight | PaddedInFlight
     permutation: Permutation
+    width: int
+    weight_dtype: torch.dtype | None
+    """Of the weights that rows carry along, if they do."""
 
-    def wait(self) -> Tensor:
-        return self.permutation.forward(self.arrival.wait())
+    def wait(self) -> Tensor | tuple[Tensor, Tensor]:
+        arrived_RX = self.arrival.wait()
+        if self.weight_dtype is None:
+            return self.permutation.forward(arrived_RX)
+        rows_RD, weight_R = split_weighted_rows(arrived_RX, self.width, self.weight_dtype)
+        return self.permutation.forward(rows_RD), self.permutation.forward(weight_R.unsqueeze(1)).squeeze(1)
 
 
 class AllToAllDispatcher:
@@ -99,8 +152,9 @@ class AllToAllDispatcher:
         self.parts_per_expert = parts_per_expert
         self.same_num_tokens = same_num_tokens
         self.layer = layer
+        self._label_of_check = {"rows": as_label(layer), "splits": as_label(_FORCED_BALANCE.format(layer))}
         self.overlap = True  # False where a graph ends between the start of an exchange and its end
-        self._forced_routes: dict[tuple[object, ...], Route] = {}
+        self._forced_routes: dict[tuple[object, ...], tuple[Tensor, Route]] = {}
 
     def plan(self, routing: Routing, num_tokens_P: list[int] | None = None) -> ExchangePlan:
         """num_tokens_P: the tokens of each rank, where they may differ; forced balance builds on it."""
@@ -108,23 +162,37 @@ class AllToAllDispatcher:
             routing = route_to_parts(routing, self.size // self.parts_per_expert, self.parts_per_expert)
         T, K = routing.expert_TK.shape
         is_forced = self.config.force_load_balance and (self.same_num_tokens or num_tokens_P is not None)
-        route = self._forced_route(routing, num_tokens_P) if is_forced else self._route(routing)
+        slot_S, route = self._forced_route(routing, num_tokens_P) if is_forced else self._route(routing)
         return ExchangePlan(
-            token_S=route.slot_S // K,
-            weight_S=routing.weight_TK.flatten().index_select(0, route.slot_S),
+            token_S=slot_S // K,
+            weight_S=routing.weight_TK.flatten().index_select(0, slot_S),
             num_tokens=T,
             weigh_before=self.config.score_before_experts,
+            group=self.group,
             route=route,
         )
 
-    def _route(self, routing: Routing) -> Route:
-        """Counts are all-gathered (a few kilobytes), so that every rank takes the same decisions."""
+    def _route(self, routing: Routing) -> tuple[Tensor, Route | PendingRoute]:
+        """Counts are all-gathered (a few kilobytes), so that every rank takes the same decisions.
+
+        On an accelerator their sums are on their way to the host when this returns.
+        """
         slot_S = torch.argsort(routing.expert_TK.flatten(), stable=True)
-        count_PE = all_gather_counts(routing.count_E, self.group)
-        return self._choose(slot_S, count_PE, Traffic.of_counts(count_PE, self.rank), self._check())
+        num_sent, count_PE = slot_S.shape[0], all_gather_counts(routing.count_E, self.group)
+        if torch.compiler.is_compiling() or not acts_as_accelerator(count_PE.device):
+            traffic = Traffic.of_counts(count_PE, self.rank)
+            return slot_S, self._choose(num_sent, count_PE, traffic, self._check())
+        numbers, count_e = traffic_numbers(count_PE, self.rank)
+        host_copy = HostCopy(numbers)
+
+        def choose() -> Route:
+            traffic = Traffic.of_numbers(host_copy, count_e, self.size)
+            return self._choose(num_sent, count_PE, traffic, self._check())
+
+        return slot_S, PendingRoute(count_e, choose)
 
     @counted("plan.forced_balance")
-    def _forced_route(self, routing: Routing, num_tokens_P: list[int] | None) -> Route:
+    def _forced_route(self, routing: Routing, num_tokens_P: list[int] | None) -> tuple[Tensor, Route]:
         """With forced balance all numbers follow from the token counts: nobody is asked, and no device is read."""
         T = routing.expert_TK.shape[0]
         num_tokens = num_tokens_P or [T] * self.size
@@ -139,10 +207,11 @@ class AllToAllDispatcher:
             self._forced_routes[key] = self._make_forced_route(routing, num_tokens, num_tokens_P is None)
         return self._forced_routes[key]
 
-    def _make_forced_route(self, routing: Routing, num_tokens_P: list[int], is_assumed: bool) -> Route:
+    def _make_forced_route(self, routing: Routing, num_tokens_P: list[int], is_assumed: bool) -> tuple[Tensor, Route]:
         parts, K = self.parts_per_expert, routing.expert_TK.shape[1] // self.parts_per_expert
         num_rows_P = [num_tokens * K for num_tokens in num_tokens_P]
-        count_PE = forced_counts(num_rows_P, self.config.num_experts, routing.count_E.device)
+        distinct = num_rows_P[:1] if is_assumed else num_rows_P
+        count_PE = forced_counts(distinct, self.config.num_experts, routing.count_E.device).expand(self.size, -1)
         if parts > 1:
             count_PE = counts_of_parts(count_PE, self.size // parts, parts)
             slot_S = torch.argsort(routing.expert_TK.flatten(), stable=True)
@@ -151,25 +220,24 @@ class AllToAllDispatcher:
         e = count_PE.shape[1] // self.size
         count_e = count_PE[:, self.rank * e : (self.rank + 1) * e].sum(0)
         traffic = Traffic.forced(num_rows_P, count_e, self.config.num_experts, self.rank, parts)
-        return self._choose(slot_S, count_PE, traffic, self._check(is_assumed))
+        return slot_S, self._choose(slot_S.shape[0], count_PE, traffic, self._check(is_assumed))
 
     def _check(self, is_assumed: bool = False) -> str:
         """What the ranks compare with each exchange: splits that rest on an assumption, where a mismatch aborts."""
         return "rows" if self.config.check_exchange else "splits" if is_assumed else ""
 
-    def _choose(self, slot_S: Tensor, count_PE: Tensor, traffic: Traffic, check: str) -> Route:
+    def _choose(self, num_sent: int, count_PE: Tensor, traffic: Traffic, check: str) -> Route:
         """Decided from numbers that are the same on every rank, or the exchange would hang."""
         e = count_PE.shape[1] // self.size
         count_Pe = count_PE[:, self.rank * e : (self.rank + 1) * e]
         return Route(
-            slot_S=slot_S,
-            counts=RowCounts(traffic.count_e, traffic.host_count_e, traffic.expert_range),
-            exchange=self._choose_exchange(traffic, count_PE, slot_S.shape[0], check),
+            counts=RowCounts(traffic.count_e, traffic.known_count_e, traffic.expert_range, traffic.host_count_e),
+            exchange=self._choose_exchange(traffic, count_PE, num_sent, check),
             permutation=self._choose_permutation(traffic, count_Pe),
         )
 
     def _choose_exchange(self, traffic: Traffic, count_PE: Tensor, num_sent: int, check: str) -> Exchange:
-        label = self.layer if check == "rows" else _FORCED_BALANCE.format(self.layer) if check else ""
+        label = self._label_of_check.get(check)
         if not self._splits_equally(traffic):
             how = label, check, self.overlap
             return UnevenExchange(traffic.splits_2P, num_sent, traffic.num_received, self.group, *how)

@@ -13,7 +13,7 @@ def combine_rows(rows: Rows, rows_SD: Tensor, token_S: Tensor, num_tokens: int) 
 
     In place where gradients are off and the destination belongs to nobody else.
     """
-    if not rows.weigh_before:
+    if rows.weight_S is not None and not rows.weigh_before:
         rows_SD = rows.weigh(rows_SD)
     onto_TD = None if rows.onto_TD is None else rows.onto_TD.to(rows_SD.dtype)
     if torch.is_grad_enabled() or torch.compiler.is_compiling():

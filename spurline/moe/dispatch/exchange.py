@@ -11,15 +11,14 @@ from typing import Protocol
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from spurline.comm.exchange import InFlight, exchange_rows, start_exchange
+from spurline.comm.exchange import Departure, InFlight, exchange_rows, start_exchange
 from spurline.moe.dispatch.permute import index_of_segments
-from spurline.moe.rows import Arrival
 from spurline.moe.telemetry import counted
 from spurline.ops.rows import gather_rows, scatter_add_rows
 
 
 class Exchange(Protocol):
-    def start(self, rows_SD: Tensor) -> Arrival:
+    def start(self, departure: Departure) -> InFlight | PaddedInFlight:
         """Send this rank's rows; waited for, (R, D): those that reach it, rank after rank."""
         ...
 
@@ -37,21 +36,20 @@ class UnevenExchange:
     num_sent: int
     num_received: int
     group: ProcessGroup
-    label: str = ""
-    """The layer, for errors."""
+    label: Tensor | None = None
+    """The layer, for errors (`comm/conservation.py: as_label`)."""
     check: str = ""
     """What the ranks compare: nothing, "splits" or "rows" (`comm/exchange.py`)."""
     overlap: bool = True
     """Whether rows may be in flight between start and wait."""
 
     @counted("exchange.uneven")
-    def start(self, rows_SD: Tensor) -> Arrival:
-        how = self.label, self.check, self.overlap
-        return start_exchange(rows_SD, self.splits_2P, self.group, self.num_received, *how)
+    def start(self, departure: Departure) -> InFlight:
+        return departure.start(self.splits_2P, self.num_received, self.label, self.check, self.overlap)
 
     def inverse(self, rows_RD: Tensor) -> Tensor:
         back_2P = self.splits_2P.flip(0)
-        return exchange_rows(rows_RD, back_2P, self.group, self.num_sent, self.label, self.check)
+        return exchange_rows(rows_RD, back_2P, self.group, self.num_sent, self.label, self.check, returning=True)
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,7 @@ class EqualSplitExchange:
     receive_index_R: Tensor
     """Where each received row lies among the padded ones."""
     group: ProcessGroup
-    label: str = ""
+    label: Tensor | None = None
     check: str = ""
     overlap: bool = True
 
@@ -76,7 +74,7 @@ class EqualSplitExchange:
         num_sent: int,
         num_received: int,
         group: ProcessGroup,
-        label: str = "",
+        label: Tensor | None = None,
         check: str = "",
         overlap: bool = True,
     ) -> EqualSplitExchange:
@@ -86,28 +84,31 @@ class EqualSplitExchange:
         return EqualSplitExchange(largest_split, send_index_S, receive_index_R, group, label, check, overlap)
 
     @counted(
-        lambda exchange, rows_SD: {
+        lambda exchange, departure: {
             "exchange.equal_split": 1,
-            "exchange.equal_split.padding_rows": exchange.num_padded - rows_SD.shape[0],
+            "exchange.equal_split.padding_rows": exchange.num_padded - departure.rows_SD.shape[0],
         }
     )
-    def start(self, rows_SD: Tensor) -> Arrival:
-        return _Padded(self._start(rows_SD, self.send_index_S), self.receive_index_R)
+    def start(self, departure: Departure) -> PaddedInFlight:
+        return PaddedInFlight(self._start(departure.rows_SD, self.send_index_S), self.receive_index_R)
 
     def inverse(self, rows_RD: Tensor) -> Tensor:
-        return _Padded(self._start(rows_RD, self.receive_index_R), self.send_index_S).wait()
+        return PaddedInFlight(self._start(rows_RD, self.receive_index_R, True), self.send_index_S).wait()
 
     @property
     def num_padded(self) -> int:
         return self.group.size() * self.largest_split
 
-    def _start(self, rows_RD: Tensor, index_R: Tensor) -> InFlight:
+    def _start(self, rows_RD: Tensor, index_R: Tensor, returning: bool = False) -> InFlight:
         padded_RD = scatter_add_rows(rows_RD, index_R, self.num_padded)
-        return start_exchange(padded_RD, None, self.group, self.num_padded, self.label, self.check, self.overlap)
+        how = self.label, self.check, self.overlap, returning
+        return start_exchange(padded_RD, None, self.group, self.num_padded, *how)
 
 
 @dataclass(frozen=True)
-class _Padded:
+class PaddedInFlight:
+    """Padded rows on their way; `wait()` drops the padding."""
+
     in_flight: InFlight
     index_R: Tensor
 

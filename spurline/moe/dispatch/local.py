@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from spurline import accelerator
 from spurline.moe.config import MoEConfig
 from spurline.moe.dispatch.all_to_all import AllToAllDispatcher
 from spurline.moe.dispatch.combine import combine_rows
@@ -26,7 +27,8 @@ class LocalPlan:
     counts: RowCounts
 
     def dispatch(self, x_TD: Tensor) -> Rows:
-        return Rows(x_TD, self.counts, self.token_S, self.weight_S, self.weigh_before)
+        inside = not self.weigh_before
+        return Rows(x_TD, self.counts, self.token_S, self.weight_S, self.weigh_before, weigh_inside=inside)
 
     def combine(self, rows: Rows) -> Tensor:
         return rows.x if rows.is_combined else combine_rows(rows, rows.x, self.token_S, self.num_tokens)
@@ -40,7 +42,8 @@ class LocalDispatcher:
         T, K = routing.expert_TK.shape
         slot_S = torch.argsort(routing.expert_TK.flatten(), stable=True)
         host_E = routing.host_count_E
-        if host_E is None and routing.count_E.device.type == "cpu" and not torch.compiler.is_compiling():
+        reads_at_once = routing.count_E.is_cpu and not accelerator.stand_in
+        if host_E is None and reads_at_once and not torch.compiler.is_compiling():
             host_E = routing.count_E.tolist()
         return LocalPlan(
             token_S=slot_S // K,

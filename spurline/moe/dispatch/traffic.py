@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from spurline.accelerator import HostCopy
 from spurline.moe.telemetry import counted
 
 
@@ -25,8 +26,10 @@ class Traffic:
     """The most rows that any rank of the group sends to any rank."""
     count_e: Tensor
     """Rows of each expert on this rank, where they were counted."""
-    host_count_e: list[int] | None = None
-    """The same on the host; this and what follows is None while tracing, where a graph could not branch on it."""
+    host_count_e: Tensor
+    """The same on the host."""
+    known_count_e: list[int] | None = None
+    """The same as integers; this and what follows is None while tracing, where a graph could not branch on it."""
     num_rows: int | None = None
     """Rows of the whole group."""
     segment_range: tuple[int, int] | None = None
@@ -37,30 +40,38 @@ class Traffic:
     @staticmethod
     def of_counts(count_PE: Tensor, rank: int) -> Traffic:
         """From the rows of each rank for each expert: one copy to the host."""
-        P, E = count_PE.shape
-        e = E // P
-        split_PP = count_PE.unflatten(1, (P, e)).sum(-1)
-        count_Pe, count_E = count_PE[:, rank * e : (rank + 1) * e], count_PE.sum(0)
-        send_P, receive_P, count_e = split_PP[rank], split_PP[:, rank], count_E[rank * e : (rank + 1) * e]
-        totals = [receive_P.sum(), split_PP.max(), split_PP.sum()]
-        ranges = [count_Pe.min(), count_Pe.max(), count_E.min(), count_E.max()]
-        numbers = torch.cat([send_P, receive_P, torch.stack(totals + ranges), count_e])
+        P, (numbers, count_e) = count_PE.shape[0], traffic_numbers(count_PE, rank)
         if torch.compiler.is_compiling():
-            host = numbers.cpu()
+            host = numbers.cpu()  # blocks: nothing in a graph would wait for the end of a copy that does not
             num_received, largest_split = host[2 * P].item(), host[2 * P + 1].item()
             torch._check(num_received >= 0)
             torch._check(largest_split >= 0)
-            return Traffic(host[: 2 * P].view(2, P), num_received, largest_split, count_e)  # type: ignore[arg-type]
-        read = Traffic.read_on_host(numbers)
-        received, largest, total, *bounds = read[2 * P : 2 * P + 7]
-        segment_range, expert_range = (bounds[0], bounds[1]), (bounds[2], bounds[3])
-        splits_2P = torch.tensor(read[: 2 * P]).view(2, P)
-        return Traffic(splits_2P, received, largest, count_e, read[2 * P + 7 :], total, segment_range, expert_range)
+            splits_2P, host_count_e = host[: 2 * P].view(2, P), host[2 * P + 7 :]
+            return Traffic(splits_2P, num_received, largest_split, count_e, host_count_e)  # type: ignore[arg-type]
+        return Traffic.of_numbers(HostCopy(numbers), count_e, P)
+
+    @staticmethod
+    def of_numbers(numbers: HostCopy, count_e: Tensor, P: int) -> Traffic:
+        """From `traffic_numbers`, waiting for their way to the host."""
+        host = numbers.wait()
+        read = Traffic.read_on_host(host)
+        received, largest, total, fewest_of_segment, most_of_segment, fewest, most = read[2 * P : 2 * P + 7]
+        return Traffic(
+            splits_2P=host[: 2 * P].view(2, P),
+            num_received=received,
+            largest_split=largest,
+            count_e=count_e,
+            host_count_e=host[2 * P + 7 :],
+            known_count_e=read[2 * P + 7 :],
+            num_rows=total,
+            segment_range=(fewest_of_segment, most_of_segment),
+            expert_range=(fewest, most),
+        )
 
     @staticmethod
     @counted("plan.host_reads")
     def read_on_host(numbers: Tensor) -> list[int]:
-        """The one place where a plan waits for a device."""
+        """The one place where a plan reads what a device has counted."""
         return numbers.tolist()
 
     @staticmethod
@@ -78,9 +89,10 @@ class Traffic:
         # The first experts get most rows, and the first rank has them.
         largest_split = max(forced_rows(num_rows, E, 0, e) for num_rows in num_rows_P)
         if torch.compiler.is_compiling():
-            return Traffic(splits_2P, sum(receive_P), largest_split, count_e)
+            host_count_e = forced_counts(num_rows_P, E, torch.device("cpu"))[:, mine.start : mine.stop].sum(0)
+            return Traffic(splits_2P, sum(receive_P), largest_split, count_e, host_count_e)
         ranks_with = Counter(num_rows_P)
-        host_count_e = [sum(many * forced_rows(n, E, i, i + 1) for n, many in ranks_with.items()) for i in mine]
+        known_count_e = [sum(many * forced_rows(n, E, i, i + 1) for n, many in ranks_with.items()) for i in mine]
         fewest, most = (sum(many * forced_rows(n, E, i, i + 1) for n, many in ranks_with.items()) for i in (E - 1, 0))
         segments = [forced_rows(n, E, i, i + 1) for n in ranks_with for i in (mine.start, mine.stop - 1)]
         return Traffic(
@@ -88,11 +100,28 @@ class Traffic:
             num_received=sum(receive_P),
             largest_split=largest_split,
             count_e=count_e,
-            host_count_e=host_count_e,
+            host_count_e=torch.tensor(known_count_e),
+            known_count_e=known_count_e,
             num_rows=sum(num_rows_P) * parts,
             segment_range=(min(segments), max(segments)),
             expert_range=(fewest, most),
         )
+
+
+def traffic_numbers(count_PE: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Rows of each rank for each expert -> all that the host has to know, (2P + 7 + e,), and its last part, (e,).
+
+    What this rank sends to each rank and receives from each; rows received, the largest split of any pair, rows of the
+    group; fewest and most rows of a segment of this rank and of an expert; rows of each expert of this rank.
+    """
+    P, E = count_PE.shape
+    e = E // P
+    split_PP = count_PE.unflatten(1, (P, e)).sum(-1)
+    count_Pe, count_E = count_PE[:, rank * e : (rank + 1) * e], count_PE.sum(0)
+    send_P, receive_P, count_e = split_PP[rank], split_PP[:, rank], count_E[rank * e : (rank + 1) * e]
+    totals = [receive_P.sum(), split_PP.max(), split_PP.sum()]
+    ranges = [count_Pe.min(), count_Pe.max(), count_E.min(), count_E.max()]
+    return torch.cat([send_P, receive_P, torch.stack(totals + ranges), count_e]), count_e
 
 
 def forced_rows(num_rows: int, num_experts: int, first: int, last: int) -> int:

@@ -5,9 +5,12 @@ R rows, D width, F hidden width, e experts on this rank.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 
+from spurline import accelerator
 from spurline.comm.gradients import local
 from spurline.moe.config import MoEConfig
 from spurline.moe.kernels.choose import choose_kernel, load_kernels, verdicts
@@ -17,6 +20,7 @@ from spurline.moe.kernels.kernel import Kernel, Verdict, Work
 from spurline.moe.layout import axis_names, shape_of
 from spurline.moe.registry import LAYOUTS
 from spurline.moe.rows import Rows
+from spurline.ops.draw import drawn_in_blocks, fill_truncated_normal
 
 
 class Experts(nn.Module):
@@ -25,6 +29,9 @@ class Experts(nn.Module):
     A subclass gives `formula`. A weight without a "hidden" axis is the same on all ranks of an expert tensor parallel
     group, whose outputs are added up: what such a weight adds to the output must be divided by `hidden_shards`.
     """
+
+    applies_weights: ClassVar[bool] = False
+    """Whether `formula` applies routing weights. Otherwise the output is weighed, and kept for that in training."""
 
     def __init__(self, config: MoEConfig, init_std: float = 0.02, output_std: float | None = None) -> None:
         super().__init__()
@@ -43,10 +50,12 @@ class Experts(nn.Module):
         """(R, D) -> (R, D): the experts' output, with the weights in the order of the layout.
 
         `products.matmul(rows, weight)` multiplies each row with the matrix of its expert; `products.per_row(bias,
-        rows)` gives each row the bias of its expert.
+        rows)` gives each row the bias of its expert. Experts that say `applies_weights` multiply the hidden state of
+        each row by its routing weight, `products.weight_R`, if there is one.
         """
         raise NotImplementedError
 
+    @drawn_in_blocks
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator | None) -> None:
         """Matrices from a truncated normal distribution (output_std for those that write the output), biases zero."""
         axes = axis_names(self.layout, name)
@@ -54,7 +63,7 @@ class Experts(nn.Module):
             tensor.zero_()
             return
         std = self.output_std if axes[-2:] == ("width", "hidden") else self.init_std
-        nn.init.trunc_normal_(tensor, std=std, a=-3 * std, b=3 * std, generator=generator)
+        fill_truncated_normal(tensor, std, generator)
 
     def train(self, mode: bool = True) -> Experts:
         if mode:
@@ -65,12 +74,17 @@ class Experts(nn.Module):
         """The rows of this rank's experts -> what the experts make of them."""
         if torch.is_grad_enabled() and self.fused_weights.key is not None:
             self.fused_weights.clear()
-        return choose_kernel(self.work(rows), self.backend).run(self, rows)
+        if rows.start is not None:
+            rows = rows.started()
+        kernel = choose_kernel(self.work(rows), self.backend)
+        return kernel.run(self, rows if rows.arrival is None else rows.arrived())
 
     def by_products(self, kernel: Kernel, rows: Rows) -> Rows:
         """The formula, product by product, on any kernel that multiplies."""
-        x_RD = rows.tensor()
-        return rows.output(self.formula(x_RD, Products(kernel, rows.counts), *self.weights()))
+        x_RD, weight_R = rows.tensor(), rows.weight_to_apply() if self.applies_weights else None
+        counts = rows.counts.with_host_count() if kernel.counts_on_host else rows.counts
+        y_RD = self.formula(x_RD, Products(kernel, counts, weight_R), *self.weights())
+        return rows.output(y_RD, is_weighed=weight_R is not None)
 
     def weights(self) -> list[Tensor]:
         """This rank's part of each weight, in the order of the layout."""
@@ -94,7 +108,16 @@ class Experts(nn.Module):
             equal_rows = None  # on every rank, or one would refuse its kernel while others wait for it
         cacheable = grad or (equal_rows is not None and self.can_cache())
         x = rows.x
-        return Work(self.kind, x.device.type, x.dtype, self.width, self.hidden, equal_rows, grad, cacheable)
+        return Work(
+            self.kind,
+            accelerator.stand_in or x.device.type,
+            x.dtype,
+            self.width,
+            self.hidden,
+            equal_rows,
+            grad,
+            cacheable,
+        )
 
     def verdicts(self, rows: Rows) -> dict[str, Verdict]:
         """What each kernel says of these rows, the one that `auto` takes first."""

@@ -8,7 +8,9 @@ from spurline.ops.functional import swiglu
 
 
 class SwiGLUExperts(Experts):
+    applies_weights = True  # the last product is linear: a row's weight may multiply what goes into it
+
     def formula(self, x_RD: Tensor, products: Products, *weights: Tensor) -> Tensor:
         w1_eFD, w3_eFD, w2_eDF = weights
-        hidden_RF = swiglu(products.matmul(x_RD, w1_eFD), products.matmul(x_RD, w3_eFD))
+        hidden_RF = swiglu(products.matmul(x_RD, w1_eFD), products.matmul(x_RD, w3_eFD), products.weight_R)
         return products.matmul(hidden_RF, w2_eDF)

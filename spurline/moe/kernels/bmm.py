@@ -37,8 +37,10 @@ class BmmKernel(Kernel):
         rows_RD = rows.tensor()
         w13_eDX, w2_eFD = experts.fused_weights.get(rows_RD.dtype, *experts.parameters())
         (R, D), e = rows_RD.shape, w2_eFD.shape[0]
+        weight_R = rows.weight_to_apply()
         gate_ecF, up_ecF = (rows_RD.reshape(e, R // e, D) @ w13_eDX).chunk(2, dim=-1)
-        return rows.output((swiglu(gate_ecF, up_ecF) @ w2_eFD).flatten(0, 1))
+        hidden_ecF = swiglu(gate_ecF, up_ecF, None if weight_R is None else weight_R.view(e, R // e))
+        return rows.output((hidden_ecF @ w2_eFD).flatten(0, 1), is_weighed=weight_R is not None)
 
     def matmul(self, rows_RI: Tensor, w_eOI: Tensor, count_e: Tensor) -> Tensor:
         rows_ecI = rows_RI.reshape(w_eOI.shape[0], rows_RI.shape[0] // w_eOI.shape[0], rows_RI.shape[1])

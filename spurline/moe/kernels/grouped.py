@@ -24,6 +24,8 @@ class Products:
 
     kernel: Kernel
     counts: RowCounts
+    weight_R: Tensor | None = None
+    """The routing weight of each row, if the formula is to apply it."""
 
     def matmul(self, rows_RI: Tensor, w_eOI: Tensor) -> Tensor:
         """(R, I) and (e, O, I) -> (R, O): each row times the transposed matrix of its expert, in the rows' dtype."""
@@ -38,10 +40,9 @@ class Products:
         return b_eO.to(rows_RI.dtype).index_select(0, expert_R)
 
     def _count_e(self, rows_RI: Tensor) -> Tensor:
-        counts = self.counts
-        if self.kernel.counts_on_host and counts.host_e is not None and counts.count_e.device.type != "cpu":
-            return torch.tensor(counts.host_e)
-        return counts.count_e if self.kernel.counts_on_host else counts.count_e.to(rows_RI.device)
+        if not self.kernel.counts_on_host:
+            return self.counts.count_e.to(rows_RI.device)
+        return self.counts.count_e if self.counts.host_count_e is None else self.counts.host_count_e
 
 
 @torch.library.custom_op("spurline::grouped_matmul", mutates_args=())

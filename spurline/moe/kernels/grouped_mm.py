@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spurline.device import has_grouped_mm_kernel
 from spurline.moe.kernels.choose import grouped_mm_takes
 from spurline.moe.kernels.kernel import Kernel, Verdict, Work
 from spurline.moe.rows import Rows
@@ -20,6 +21,8 @@ class GroupedMMKernel(Kernel):
             )
         if work.device == "cpu":
             return Verdict(8, "on a CPU a loop inside PyTorch")
+        if not has_grouped_mm_kernel(work.device, work.dtype):
+            return Verdict(8, f"a loop inside PyTorch for {work.dtype} on this device, which waits for the row counts")
         return Verdict(15, "all experts in one launch; counts stay on the device")
 
     @counted("experts.grouped_mm")

@@ -231,6 +231,6 @@ class StreamKernel(Kernel):
 
     @counted("experts.stream")
     def _on_rows(self, experts: "Experts", rows: Rows) -> Rows:
-        keep, count_e = torch.is_grad_enabled(), rows.counts.count_e
-        y_RD, _ = stream_experts(rows.tensor(), *experts.weights(), None, None, None, count_e, False, keep)
-        return rows.output(y_RD)
+        keep, count_e, weight_R = torch.is_grad_enabled(), rows.counts.count_e, rows.weight_to_apply()
+        y_RD, _ = stream_experts(rows.tensor(), *experts.weights(), weight_R, None, None, count_e, False, keep)
+        return rows.output(y_RD, is_weighed=weight_R is not None)
