@@ -5,7 +5,7 @@ B sequences of L tokens; N patches over all images, with C values each.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,7 +45,10 @@ class Images:
     spots: tuple[Spot, ...]
 
     def to(self, device: torch.device) -> Images:
-        return replace(self, patches_NC=self.patches_NC.to(device))
+        return replace(self, patches_NC=self.patches_NC.to(device, non_blocking=True))
+
+    def pin_memory(self) -> Images:
+        return replace(self, patches_NC=self.patches_NC.pin_memory())
 
     def take(self, rows: Sequence[int]) -> Images:
         """The images of the given sequences, renumbered 0, 1, ...; `rows` may repeat."""
@@ -77,9 +80,18 @@ class Batch:
         return {name: extra for name, extra in extras.items() if extra is not None}
 
     def to(self, device: torch.device) -> Batch:
+        """On a device; copies from pinned memory are queued there, and the host does not wait for them."""
         images = None if self.images is None else self.images.to(device)
-        documents_BL = None if self.documents_BL is None else self.documents_BL.to(device)
-        return Batch(self.tokens_BL.to(device), self.labels_BL.to(device), images, documents_BL)
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True), images)
+
+    def pin_memory(self) -> Batch:
+        """In memory that an accelerator can copy from while the host goes on."""
+        images = None if self.images is None else self.images.pin_memory()
+        return self._each(Tensor.pin_memory, images)
+
+    def _each(self, change: Callable[[Tensor], Tensor], images: Images | None) -> Batch:
+        documents_BL = None if self.documents_BL is None else change(self.documents_BL)
+        return Batch(change(self.tokens_BL), change(self.labels_BL), images, documents_BL)
 
     def take(self, rows: Sequence[int]) -> Batch:
         """The given sequences as a batch; `rows` may repeat."""

@@ -14,7 +14,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
 
+from spurline.untrusted import lines
+
 PIECE_BYTES = 2**18
+MAX_DOCUMENT_BYTES = 2**26
+"""The most that one line may have, after decompression."""
+MAX_ROW_GROUP_BYTES, MAX_EXPANSION = 2**30, 20
+"""A row group of Parquet that is larger than the first must not be larger than so many times what is stored."""
+PARQUET_ROWS = 256
 _TEXT_SUFFIXES = (".jsonl", ".ndjson")
 
 Advance = Callable[[int], None]
@@ -80,7 +87,7 @@ def _read_jsonl(path: str, name: str, text_field: str, advance: Advance) -> Iter
     """One document per line."""
     offset = 0
     with _opened(path, advance) as file:
-        for number, line in enumerate(file, start=1):
+        for number, line in enumerate(_bounded_lines(file, path), start=1):
             where = f"data.path: {path!r}, line {number}"
             try:
                 decoded = line.decode("utf-8-sig" if number == 1 else "utf-8")
@@ -94,6 +101,14 @@ def _read_jsonl(path: str, name: str, text_field: str, advance: Advance) -> Iter
                     yield Document(f"{name}:{number}", text)
 
 
+def _bounded_lines(file: BinaryIO, path: str) -> Iterator[bytes]:
+    """Lines as they are decompressed: one at a time, and none without a limit."""
+    try:
+        yield from lines(file, MAX_DOCUMENT_BYTES)
+    except ValueError as error:
+        raise ValueError(f"data.path: {path!r}: {error}, the most that one document may have") from None
+
+
 def _field_of_line(line: str, text_field: str, where: str) -> str:
     try:
         record = json.loads(line.rstrip())
@@ -101,6 +116,8 @@ def _field_of_line(line: str, text_field: str, where: str) -> str:
         raise ValueError(f"{where}: not JSON (column {error.colno}: {error.msg.removesuffix(' at')})") from None
     except RecursionError:
         raise ValueError(f"{where}: JSON is nested too deeply") from None
+    except ValueError:
+        raise ValueError(f"{where}: not JSON (a number has too many digits)") from None
     if not isinstance(record, dict):
         raise ValueError(f"{where}: not a JSON object with a field {text_field!r}")
     if text_field not in record:
@@ -128,13 +145,18 @@ def _read_parquet(path: str, name: str, text_field: str, advance: Advance) -> It
     where = f"data.path: {path!r}"
     row = 0
     try:
-        with open(path, "rb") as file, ParquetFile(file) as table:
-            if text_field not in table.schema_arrow.names:
-                columns = ", ".join(map(repr, table.schema_arrow.names))
+        with open(path, "rb") as file:
+            schema = ParquetFile(file).schema_arrow
+            if text_field not in schema.names:
+                columns = ", ".join(map(repr, schema.names))
                 raise ValueError(f"{where}: no column {text_field!r} (it has {columns}): choose with data.text_field")
+            # As a dictionary a value that is repeated is stored once: a batch is no larger than what it is read from.
+            is_text = schema.field(text_field).type in (pyarrow.string(), pyarrow.large_string())
+            table = ParquetFile(file, read_dictionary=[text_field] if is_text else None)
+            _check_row_groups(table, text_field, where)
             bytes_per_row = file.seek(0, io.SEEK_END) / max(1, table.metadata.num_rows)
-            for batch in table.iter_batches(batch_size=256, columns=[text_field]):
-                for value in batch.column(0).to_pylist():
+            for batch in table.iter_batches(batch_size=PARQUET_ROWS, columns=[text_field]):
+                for value in _values(batch.column(0)):
                     if text := checked_text(value, text_field, f"{where}, row {row}"):
                         yield Document(f"{name}:{row}", text)
                     row += 1
@@ -144,6 +166,33 @@ def _read_parquet(path: str, name: str, text_field: str, advance: Advance) -> It
         raise ValueError(f"{where}: can't be read as Parquet after row {row}: {first_line}") from None
     except OSError as error:
         raise ValueError(f"{where}: can't be read after row {row}: {error.strerror or error}") from None
+
+
+def _values(column: Any) -> Iterator[Any]:
+    """The values of a column; one that is repeated in a row of a dictionary is made once."""
+    if not hasattr(column, "dictionary"):
+        yield from (value.as_py() for value in column)
+        return
+    last, value = None, None
+    for index in column.indices.to_pylist():
+        if index != last:
+            last, value = index, None if index is None else column.dictionary[index].as_py()
+        yield value
+
+
+def _check_row_groups(table: Any, text_field: str, where: str) -> None:
+    """Refuse a file that would take far more memory than it has bytes: a column is decompressed by row groups."""
+    for number in range(table.metadata.num_row_groups):
+        group = table.metadata.row_group(number)
+        columns = [group.column(i) for i in range(group.num_columns)]
+        of_text = [column for column in columns if column.path_in_schema.split(".")[0] == text_field]
+        num_bytes = sum(column.total_uncompressed_size for column in of_text)
+        compressed = sum(column.total_compressed_size for column in of_text)
+        if num_bytes > max(MAX_ROW_GROUP_BYTES, MAX_EXPANSION * compressed):
+            raise ValueError(
+                f"{where}: row group {number} has {num_bytes:,} bytes of {text_field!r} in {compressed:,} bytes of the"
+                " file: write it again with smaller row groups"
+            )
 
 
 def import_pyarrow(what: str) -> Any:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
+import struct
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from spurline.data.patches import Pixels, fitting_size
+from spurline.untrusted import lines, open_regular, parse_json, reason
 
 _ORIENTATION = 0x0112  # EXIF orientation tag; values from 5 on swap height and width
 
@@ -17,21 +19,22 @@ _ORIENTATION = 0x0112  # EXIF orientation tag; values from 5 on swap height and 
 def read_lines(path: str) -> Iterator[tuple[int, str, str | None]]:
     """(line number, text, image path or None) of every non-blank line; raises a ValueError for an invalid line."""
     try:
-        with open(path, encoding="utf-8") as file:
-            for number, line in enumerate(file, start=1):
+        with open_regular(path) as file:
+            for number, line in enumerate(lines(file), start=1):
                 if line.strip():
-                    yield number, *_parse(path, number, line)
+                    yield number, *_parse(path, number, line.decode("utf-8"))
     except OSError as error:
-        raise ValueError(f"data.path: can't read {path!r}: {error.strerror}") from None
+        raise ValueError(f"data.path: can't read {path!r}: {reason(error)}") from None
     except UnicodeDecodeError:
         raise ValueError(f"data.path: {path!r} is not UTF-8 text") from None
 
 
 def picture_size(path: str, max_pixels: int) -> tuple[int, int]:
     """Height and width of the image after scaling, read from the file header only."""
-    with _open(path) as image:
+    with _readable(path), _open(path) as image:
         width, height = image.size
-        if image.getexif().get(_ORIENTATION, 1) >= 5:
+        orientation = image.getexif().get(_ORIENTATION, 1)
+        if isinstance(orientation, int) and orientation >= 5:
             width, height = height, width
     return fitting_size(height, width, max_pixels)
 
@@ -41,12 +44,27 @@ def read_picture(path: str, size: tuple[int, int]) -> Pixels:
     from PIL import Image, ImageOps
 
     height, width = size
+    with _readable(path, "data.path: "), _open(path) as image:
+        upright = ImageOps.exif_transpose(image).convert("RGB")
+        return np.asarray(upright.resize((width, height), Image.Resampling.BICUBIC))
+
+
+@contextmanager
+def _readable(path: str, prefix: str = "") -> Iterator[None]:
+    """Turn the many errors of Pillow about truncated or malformed images into a ValueError of one line."""
     try:
-        with _open(path) as image:
-            upright = ImageOps.exif_transpose(image).convert("RGB")
-            return np.asarray(upright.resize((width, height), Image.Resampling.BICUBIC))
-    except OSError as error:
-        raise ValueError(f"data.path: can't read the image {path!r}: {error}") from None
+        yield
+    except (OSError, SyntaxError, EOFError, IndexError, KeyError, TypeError, OverflowError, struct.error) as error:
+        raise ValueError(f"{prefix}can't read the image {path!r}: {_first_line(error)}") from None
+    except ValueError as error:
+        message = _first_line(error)
+        raise ValueError(
+            f"{prefix}{message}" if repr(path) in message else f"{prefix}can't read the image {path!r}: {message}"
+        ) from None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__
 
 
 def import_pillow() -> Any:
@@ -71,12 +89,14 @@ def _open(path: str) -> Any:
 
 def _parse(path: str, number: int, line: str) -> tuple[str, str | None]:
     try:
-        entry = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise wrong_line(path, number, f"not JSON: {error.msg} at column {error.colno}") from None
+        entry = parse_json(line)
+    except ValueError as error:
+        raise wrong_line(path, number, str(error).replace("line 1, ", "")) from None
     if not isinstance(entry, dict):
         raise wrong_line(path, number, 'not a JSON object such as {"image": "cat.png", "text": "a cat"}')
     text, image = entry.get("text"), entry.get("image")
+    if isinstance(image, str) and "\0" in image:
+        raise wrong_line(path, number, '"image" is not a file path')
     if not isinstance(text, str) or not text:
         raise wrong_line(path, number, '"text" is missing or empty')
     if image is not None and not isinstance(image, str):

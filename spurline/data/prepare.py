@@ -103,7 +103,8 @@ def _write_source(
             with closing(_HashedFile(folder, f"source{number}-{len(shards):05}.tokens")) as shard:
                 shard_end = num_tokens + SHARD_TOKENS
                 while stream is not None and num_tokens < shard_end:
-                    (tokens_N,) = stream.parts
+                    (part,) = stream.parts
+                    tokens_N = part[:]
                     shard.write(tokens_N.tobytes())
                     documents.write(_records(stream, num_tokens).tobytes())
                     num_tokens += len(tokens_N)

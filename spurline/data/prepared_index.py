@@ -13,12 +13,17 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+
+from spurline.typed_json import from_json
+from spurline.untrusted import is_plain_name, read_json, reason
 
 INDEX_FILE = "spurline-data.json"
 TOKENIZER_FILE = "tokenizer.json"
 VERSION = 1
+ITEMSIZES = {"uint16": 2, "uint32": 4}
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,15 @@ class Index:
             yield from source.shards
 
 
+def stored_file_problem(stored: StoredFile) -> str:
+    """What is wrong with an entry that a stranger may have written, else an empty string."""
+    if not is_plain_name(stored.name):
+        return f"{stored.name[:100]!r} is not the name of a file in the same folder"
+    if stored.num_bytes < 0 or not re.fullmatch(r"[0-9a-f]{64}", stored.sha256):
+        return f"size or checksum of {stored.name!r} is not valid"
+    return ""
+
+
 def is_prepared(path: str) -> bool:
     return bool(path) and os.path.isfile(os.path.join(path, INDEX_FILE))
 
@@ -78,35 +92,42 @@ def load_index(folder: str, check_sizes: bool = True) -> Index:
     """Load the index and check the file sizes; raises a ValueError if anything is damaged."""
     path = os.path.join(folder, INDEX_FILE)
     try:
-        with open(path, encoding="utf-8") as file:
-            index = _from_json(json.load(file))
+        content = read_json(path)
+        version = content.get("version") if isinstance(content, dict) else None
+        if type(version) is int and version != VERSION:
+            raise ValueError(f"it has version {version}, not {VERSION}")
+        index = from_json(Index, content)
+        _check(index)
     except OSError as error:
-        raise ValueError(f"data.path: can't read {path!r}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"data.path: can't read {path!r}: {reason(error)}") from None
+    except ValueError as error:
         raise ValueError(f"data.path: {path!r} is damaged ({error}): prepare the data again") from None
-    if index.version != VERSION:
-        raise ValueError(f"data.path: {path!r} has version {index.version}, not {VERSION}: prepare the data again")
     for stored in index.files if check_sizes else ():
         if problem := size_problem(folder, stored):
             raise ValueError(f"data.path: {problem}: prepare the data again")
     return index
 
 
-def _from_json(content: dict) -> Index:
-    sources = [
-        PreparedSource(
-            **{
-                **source,
-                "documents": StoredFile(**source["documents"]),
-                "shards": [StoredFile(**shard) for shard in source["shards"]],
-            }
-        )
-        for source in content["sources"]
-    ]
-    tokenizer = StoredFile(**content["tokenizer"]) if content["tokenizer"] else None
-    if content["dtype"] not in ("uint16", "uint32"):
-        raise ValueError(f"invalid token dtype {content['dtype']}")
-    return Index(**{**content, "tokenizer": tokenizer, "sources": sources})
+def _check(index: Index) -> None:
+    """Raise a ValueError for entries of the right types whose values would lead astray."""
+    if index.dtype not in ITEMSIZES:
+        raise ValueError(f"invalid token dtype {index.dtype[:20]!r}")
+    if not 0 < index.vocab_size <= 256 ** ITEMSIZES[index.dtype]:
+        raise ValueError(f"a vocabulary of {index.vocab_size} tokens does not fit {index.dtype}")
+    if not index.sources:
+        raise ValueError("it has no sources")
+    for stored in index.files:
+        if problem := stored_file_problem(stored):
+            raise ValueError(problem)
+    names = [stored.name for stored in index.files]
+    if len(set(names)) < len(names):
+        raise ValueError("it lists a file twice")
+    for source in index.sources:
+        num_bytes = sum(shard.num_bytes for shard in source.shards)
+        if not source.shards or num_bytes != source.num_tokens * ITEMSIZES[index.dtype]:
+            raise ValueError(f"source {source.path[:100]!r} has {source.num_tokens} tokens in {num_bytes} bytes")
+        if source.weight and not re.fullmatch(r"[0-9]{1,18}(/[1-9][0-9]{0,17})?", source.weight):
+            raise ValueError(f"source {source.path[:100]!r} has the weight {source.weight[:20]!r}")
 
 
 def size_problem(folder: str, stored: StoredFile) -> str:
@@ -123,7 +144,7 @@ def size_problem(folder: str, stored: StoredFile) -> str:
     return ""
 
 
-def content_problem(folder: str, stored: StoredFile, advance: Callable[[int], None]) -> str:
+def content_problem(folder: str, stored: StoredFile, advance: Callable[[int], None] = lambda num_bytes: None) -> str:
     """The error if a file has the wrong size or checksum, else an empty string; `advance` gets the bytes read."""
     if problem := size_problem(folder, stored):
         return problem

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,11 +18,22 @@ from spurline.data.tokenizer import Tokens
 Positions = npt.NDArray[np.int64]
 
 
+class Part(Protocol):
+    """Tokens that can be sliced: an array, or one that checks what is read."""
+
+    @property
+    def dtype(self) -> Any: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, where: slice, /) -> Tokens: ...
+
+
 @dataclass(frozen=True)
 class DocumentStream:
     """The tokens of one source: concatenated documents, each preceded by a boundary token."""
 
-    parts: Sequence[Tokens]
+    parts: Sequence[Part]
     """Consecutive parts of the stream, such as files."""
     start_D: Positions
     """Position of each document's boundary token."""
@@ -44,7 +56,7 @@ def split_hash(name: str) -> int:
 class Stretches:
     """Stretches of a multi-part stream, concatenated into one sliceable sequence; copies only what is sliced."""
 
-    def __init__(self, parts: Sequence[Tokens], begin_S: Positions, end_S: Positions) -> None:
+    def __init__(self, parts: Sequence[Part], begin_S: Positions, end_S: Positions) -> None:
         """The stretches must be sorted and disjoint."""
         part_begin = np.cumsum([0, *map(len, parts)])
         # Split stretches that cross the boundary between two parts.
@@ -67,7 +79,8 @@ class Stretches:
         stretch = int(np.searchsorted(self._stop_S, start, side="right"))
         while start < stop:
             end, to_go = int(self._end_S[stretch]), int(self._stop_S[stretch]) - start
-            pieces.append(self._parts[self._part_S[stretch]][end - to_go : end][: stop - start])
+            begin = end - to_go
+            pieces.append(self._parts[self._part_S[stretch]][begin : min(end, begin + stop - start)])
             start += to_go
             stretch += 1
         return np.concatenate(pieces)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spurline.data.tokenizer import Decoder, TextDecoder, Tokens, token_dtype
+from spurline.untrusted import read_bytes, read_json, reason
 
 if TYPE_CHECKING:
     import tokenizers
@@ -22,6 +22,9 @@ _BOUNDARY_NAMES = (
     *("<|endoftext|>", "<|begin_of_text|>", "<|end_of_text|>", "<｜begin▁of▁sentence｜>"),
     *("<bos>", "<s>", "<eos>", "</s>", "[BOS]", "[EOS]"),
 )
+
+
+MAX_VOCAB_SIZE = 2**31
 
 
 class FileTokenizer:
@@ -39,6 +42,8 @@ class FileTokenizer:
         self.boundary_token = boundary_token
         self.boundary_id = int(boundary_id)
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        if self.vocab_size > MAX_VOCAB_SIZE:
+            raise ValueError(f"{where}: it has the token id {self.vocab_size - 1}, more than {MAX_VOCAB_SIZE - 1}")
         self._dtype = token_dtype(self.vocab_size)
 
     @classmethod
@@ -48,11 +53,13 @@ class FileTokenizer:
         if file.is_dir():
             file /= "tokenizer.json"
         try:
-            content = file.read_text(encoding="utf-8")
+            content = read_bytes(file).decode("utf-8")
         except OSError as error:
-            raise ValueError(f"data.tokenizer: can't read {str(file)!r}: {error.strerror}") from None
+            raise ValueError(f"data.tokenizer: can't read {str(file)!r}: {reason(error)}") from None
         except UnicodeDecodeError:
             raise ValueError(f"data.tokenizer: {str(file)!r} is not a tokenizer.json file: not UTF-8") from None
+        except ValueError as error:
+            raise ValueError(f"data.tokenizer: {str(file)!r}: {error}") from None
         where = f"data.tokenizer {str(file)!r}"
         boundary_token = boundary_token or _recorded_boundary(file.parent) or _usual_boundary(content, where)
         return cls(content, boundary_token, where)
@@ -98,20 +105,24 @@ def _parse(content: str, where: str) -> tokenizers.Tokenizer:
     package = import_tokenizers()
     try:
         return package.Tokenizer.from_str(content)
-    except Exception as error:
-        raise ValueError(f"{where}: not a valid tokenizer.json: {error}") from None
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic of the Rust code is no Exception
+        first_line = str(error).partition("\n")[0]
+        raise ValueError(f"{where}: not a valid tokenizer.json: {first_line}") from None
 
 
 def _recorded_boundary(folder: Path) -> str:
     """The bos_token, else eos_token, in the tokenizer_config.json of a Hugging Face folder; empty if there is none."""
     try:
-        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        config = read_json(folder / "tokenizer_config.json")
     except (OSError, ValueError):
         return ""
-    for name in ("bos_token", "eos_token"):
+    for name in ("bos_token", "eos_token") if isinstance(config, dict) else ():
         token = config.get(name)
-        if token:
-            return str(token["content"] if isinstance(token, dict) else token)
+        content = token.get("content") if isinstance(token, dict) else token
+        if isinstance(content, str) and content:
+            return content
     return ""
 
 

@@ -18,8 +18,12 @@ from spurline.config import Data, RunConfig
 from spurline.data import check_data, open_data
 from spurline.data.batch import IGNORE_INDEX, Batch, Images, Spot
 from spurline.data.patches import FEATURE_SIZE, PATCH_DIM, fitting_size, to_patches
+from spurline.data.picture_files import picture_size, read_picture
+from spurline.data.picture_samples import Picture, Sample
+from spurline.data.picture_tokenizer import PictureTokenizer
 from spurline.data.pictures import PictureWindows
 from spurline.data.scenes import make_scene
+from spurline.data.tokenizer import ByteTokenizer
 from spurline.models.qwen3.configs import Qwen3Config
 
 SCENES = Data(kind="pictures")
@@ -314,3 +318,23 @@ def test_tokens_of_a_tokenizer_that_knows_pictures_are_used(tmp_path):
         batch = data.train.batch(0, 4)
         assert not torch.isin(batch.labels_BL, torch.tensor(ids)).any()
         assert (batch.tokens_BL == ids[1]).sum() == sum(spot.num_features for spot in batch.images.spots) > 0
+
+
+def test_a_window_without_a_token_to_learn_from_is_refused():
+    """A picture that fills it, with a text of no tokens: its labels are all ignored, and so would a step's be."""
+    picture = Picture((FEATURE_SIZE, FEATURE_SIZE), lambda: np.zeros((FEATURE_SIZE, FEATURE_SIZE, 3), np.uint8))
+    windows = PictureWindows([Sample("line 7", "", picture)], PictureTokenizer(ByteTokenizer()), seq_len=3)
+    with pytest.raises(ValueError, match=r"data\.path: there is no token to learn from in line 7"):
+        windows.batch([0])
+
+
+def test_a_truncated_picture_is_one_line(tmp_path):
+    from PIL import Image
+
+    path = tmp_path / "a.png"
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)).save(path)
+    path.write_bytes(path.read_bytes()[:-2000])
+    with pytest.raises(ValueError, match=r"^can't read the image '[^\n]*a\.png': image file is truncated[^\n]*$"):
+        picture_size(str(path), 4096)
+    with pytest.raises(ValueError, match=r"^data\.path: can't read the image '[^\n]*a\.png': [^\n]*$"):
+        read_picture(str(path), (32, 32))

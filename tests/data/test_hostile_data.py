@@ -1,0 +1,144 @@
+"""Prepared data and files that somebody else may have changed."""
+
+import gzip
+import json
+import resource
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from spurline.config import Data
+from spurline.data.prepare import prepare
+from spurline.data.prepared_index import load_index
+from spurline.data.text import open_text
+from spurline.data.tokenizer import ByteTokenizer
+
+
+@pytest.fixture
+def folder(tmp_path):
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number in range(8):
+        (texts / f"{number}.txt").write_text(f"text number {number}. " * 30)
+    prepare([Data(path=str(texts))], str(tmp_path / "prepared"), ByteTokenizer())
+    return tmp_path / "prepared"
+
+
+def read_all(folder):
+    data = open_text(Data(path=str(folder)), seq_len=16, seed=0)
+    for window in range(len(data.train)):
+        data.train.take([window])
+
+
+def change_index(folder, change):
+    path = folder / "spurline-data.json"
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("name", ["../secret.bin", "/etc/passwd", "a/b", "..", "", "a\\b", "a\nb"])
+def test_a_shard_in_another_folder_is_refused(folder, name):
+    (folder.parent / "secret.bin").write_bytes(bytes((folder / "source0-00000.tokens").stat().st_size))
+    change_index(folder, lambda content: content["sources"][0]["shards"][0].update(name=name))
+    with pytest.raises(ValueError, match="is not the name of a file in the same folder"):
+        load_index(str(folder))
+
+
+def test_ids_outside_of_the_vocabulary_are_refused_when_they_are_read(folder):
+    shard = folder / "source0-00000.tokens"
+    tokens = np.fromfile(shard, "<u2")
+    tokens[len(tokens) // 2] = 60_000
+    tokens.tofile(shard)
+    with pytest.raises(ValueError, match=r"source0-00000\.tokens' is damaged: it has token 60000, "):
+        read_all(folder)
+
+
+def test_legal_ids_in_place_of_others_are_found_by_verify(folder, capsys):
+    from spurline.cli import main
+
+    shard = folder / "source0-00000.tokens"
+    np.zeros(shard.stat().st_size // 2, "<u2").tofile(shard)
+    assert main(["data", "verify", str(folder)]) == 1
+    assert "source0-00000.tokens' is damaged: its checksum differs" in capsys.readouterr().out
+
+
+def test_documents_that_were_changed_are_refused_before_training(folder):
+    path = folder / "source0.documents"
+    content = bytearray(path.read_bytes())
+    content[3] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"source0\.documents' is damaged: its checksum differs"):
+        read_all(folder)
+
+
+def test_a_line_without_end_is_refused_while_it_is_decompressed(tmp_path):
+    path = tmp_path / "bomb.jsonl.gz"
+    with gzip.open(path, "wb", compresslevel=9) as file:
+        file.write(b'{"text": "')
+        for _ in range(80):
+            file.write(bytes(2**20))
+    assert path.stat().st_size < 100_000
+    assert "line 1 is longer than 67,108,864 bytes" in peak_of(path)["error"]
+
+
+def test_a_small_parquet_file_does_not_take_gigabytes(tmp_path):
+    """One value of 8 MB, 256 times: a batch of strings takes 3.8 GB."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    table = pyarrow.table({"text": pyarrow.array(["a" * 2**23] * 2)})
+    batches = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 256), table["text"].chunk(0).slice(0, 1))
+    # Without Arrow's schema, which would say that the values are a dictionary.
+    table = pyarrow.table({"text": batches})
+    parquet.write_table(table, tmp_path / "bomb.parquet", compression="zstd", store_schema=False)
+    assert (tmp_path / "bomb.parquet").stat().st_size < 100_000
+    outcome = peak_of(tmp_path / "bomb.parquet")
+    assert outcome["documents"] == 256
+    assert outcome["peak"] < 4e8
+
+
+def test_a_row_group_that_would_take_gigabytes_is_refused(tmp_path, monkeypatch):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    from spurline.data import formats
+    from spurline.data.sources import read_documents
+
+    monkeypatch.setattr(formats, "MAX_ROW_GROUP_BYTES", 10**6)
+    texts = [str(number) * 1000 for number in range(1000)]
+    parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "bomb.parquet", compression="zstd")
+    with pytest.raises(ValueError, match=r"row group 0 has [0-9,]+ bytes of 'text' in [0-9,]+ bytes of the file"):
+        list(read_documents(Data(path=str(tmp_path / "bomb.parquet"))))
+
+
+SCRIPT = """
+import json, re, sys
+from pathlib import Path
+from spurline.config import Data
+from spurline.data.sources import read_documents
+
+documents, error = 0, ""
+try:
+    for _ in read_documents(Data(path=sys.argv[1])):
+        documents += 1
+except ValueError as refused:
+    error = str(refused)
+# Not ru_maxrss, which a process inherits from the one that started it.
+peak = int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+print(json.dumps({"documents": documents, "error": error, "peak": peak}))
+"""
+
+
+def peak_of(path):
+    """What reading a file in a process of its own comes to."""
+
+    def limit():
+        resource.setrlimit(resource.RLIMIT_AS, (6 * 2**30, 6 * 2**30))
+
+    process = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(path)], capture_output=True, text=True, check=True, preexec_fn=limit
+    )
+    return json.loads(process.stdout)
