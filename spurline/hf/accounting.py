@@ -14,7 +14,8 @@ import torch
 
 from spurline.config_io import ConfigError
 from spurline.hf.folder import at_most
-from spurline.hf.safetensors_file import FLOATS, Stored, read_whole
+from spurline.hf.quantized import AnyStored, read_whole
+from spurline.hf.safetensors_file import FLOATS
 from spurline.models.common.hf import Architecture, Slot
 
 Shape = tuple[int, ...]
@@ -34,7 +35,7 @@ def target_dtype(name: str, own: torch.dtype, wanted: torch.dtype | None) -> tor
 
 
 def account(
-    architecture: Architecture, model: Any, their_config: Mapping[str, Any], stored: Mapping[str, Stored], where: str
+    architecture: Architecture, model: Any, their_config: Mapping[str, Any], stored: Mapping[str, AnyStored], where: str
 ) -> tuple[list[Slot], list[str]]:
     """How our tensors map to the stored ones, and a message for each kind of stored tensor that is not needed.
 
@@ -67,7 +68,7 @@ def account(
     return slots, [f"left out: {_summary(names)} ({meaning})" for meaning, names in left_out.items()]
 
 
-def _mismatches(name: str, stored: Stored, shape: Shape) -> Iterable[str]:
+def _mismatches(name: str, stored: AnyStored, shape: Shape) -> Iterable[str]:
     if stored.shape != shape:
         transposed = stored.shape == shape[::-1]
         yield f"tensor {name} has shape {stored.shape}, not {shape}{': it is transposed' if transposed else ''}"
@@ -75,14 +76,14 @@ def _mismatches(name: str, stored: Stored, shape: Shape) -> Iterable[str]:
         yield f"tensor {name} has dtype {stored.dtype}, but weights must be one of {', '.join(FLOATS)}"
 
 
-def _mixed_types(slot: Slot, stored: Mapping[str, Stored]) -> Iterable[str]:
+def _mixed_types(slot: Slot, stored: Mapping[str, AnyStored]) -> Iterable[str]:
     """An error if the tensors that are stacked into one of ours have different dtypes."""
     types = {stored[piece.name].dtype: piece.name for piece in slot.pieces if piece.name in stored}
     if len(types) > 1:
         yield " and ".join(f"tensor {name} is {dtype}" for dtype, name in types.items()) + ": dtypes must be equal"
 
 
-def _unless_equal(stored: Mapping[str, Stored], copy: str, original: str, why: str) -> Iterable[str]:
+def _unless_equal(stored: Mapping[str, AnyStored], copy: str, original: str, why: str) -> Iterable[str]:
     if all(name in stored and stored[name].dtype in FLOATS for name in (copy, original)):
         copied, first = read_whole(stored[copy]), read_whole(stored[original])
         if copied.dtype != first.dtype or not torch.equal(copied, first):

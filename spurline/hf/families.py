@@ -12,7 +12,7 @@ from spurline.config import Checkpoint, Job, RunConfig
 from spurline.config_io import ConfigError
 from spurline.models import family_configs, family_names, family_package
 from spurline.models.common.hf import Architecture
-from spurline.models.common.hf_config import TheirConfig
+from spurline.models.common.hf_values import TheirConfig
 from spurline.moe.config import MoEConfig
 
 _EXPERT_BIAS = "layers.{layer}.moe.router.expert_bias_E"

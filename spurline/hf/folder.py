@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from spurline import files
+from spurline import files, untrusted
 from spurline.config_io import ConfigError
 from spurline.hf.safetensors_file import Stored, read_header
 
@@ -24,11 +23,11 @@ TOKENIZER_FILES = (
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = untrusted.read_json(path)
     except OSError as error:
-        raise ValueError(f"{path}: can't read the file: {error.strerror}") from None
+        raise ValueError(f"{path}: can't read the file: {untrusted.reason(error)}") from None
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
+        raise ValueError(f"{path} is {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} is not a JSON object")
     return content
@@ -51,8 +50,10 @@ def _by_index(folder: Path) -> dict[str, Stored]:
     weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise ValueError(f"{path} has no weight_map of tensors to files")
+    if not all(name.isprintable() for name in weight_map):
+        raise ValueError(f"{path} names a tensor with invisible characters")
     file_names = sorted(set(weight_map.values()))
-    if outside := [name for name in file_names if Path(name).name != name]:
+    if outside := [name for name in file_names if not untrusted.is_plain_name(name)]:
         raise ValueError(f"{path} names {outside[0]!r}, which is not a file of the same folder")
     if missing := [name for name in file_names if not (folder / name).is_file()]:
         raise ConfigError([f"{folder / name} is missing, but is listed in {INDEX}" for name in missing])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -15,7 +16,9 @@ from spurline import config_io
 from spurline.hf.accounting import account, target_dtype
 from spurline.hf.families import find_architecture, read_model_config, run_config_like_a_preset
 from spurline.hf.folder import TOKENIZER_FOLDER, copy_tokenizer, find_tensors, new_folder, read_json
-from spurline.hf.safetensors_file import FLOATS, Stored, read_into
+from spurline.hf.quantized import AnyStored, dequantized
+from spurline.hf.safetensors_file import FLOATS
+from spurline.hf.slots import assemble
 from spurline.hf.verify import compare_logits
 from spurline.models.common.hf import Slot
 from spurline.train.checkpoint.manager import CheckpointManager
@@ -36,7 +39,7 @@ def import_folder(
     model = read_model_config(architecture, their_config, f"{source / 'config.json'}")
     if with_mtp:
         model = _with_mtp(model, their_config, f"{source / 'config.json'}")
-    stored = find_tensors(source)
+    stored = dequantized(find_tensors(source), their_config, f"{source}")
     slots, messages = account(architecture, model, their_config, stored, f"{source}")
     max_length = their_config.get("max_position_embeddings")
     family, preset, run_config = run_config_like_a_preset(architecture, model, f"{out}", max_length)
@@ -64,7 +67,9 @@ def _with_mtp(model: Any, their_config: dict[str, Any], where: str) -> Any:
     return replace(model, num_mtp_layers=num_layers)
 
 
-def write_checkpoint(run_folder: Path, slots: list[Slot], stored: dict[str, Stored], dtype: torch.dtype | None) -> None:
+def write_checkpoint(
+    run_folder: Path, slots: list[Slot], stored: Mapping[str, AnyStored], dtype: torch.dtype | None
+) -> None:
     """Write the checkpoint of step 0; each tensor is read just before it is written."""
     of_name = {slot.name: slot for slot in slots}
     tensors = {slot.name: _like(slot, stored, dtype) for slot in slots}
@@ -75,22 +80,17 @@ def write_checkpoint(run_folder: Path, slots: list[Slot], stored: dict[str, Stor
     CheckpointManager(run_folder, interval=1, keep_latest_k=0).write_tensors(0, tensors, read, {"tokens_seen": 0})
 
 
-def _like(slot: Slot, stored: dict[str, Stored], dtype: torch.dtype | None) -> Tensor:
+def _like(slot: Slot, stored: Mapping[str, AnyStored], dtype: torch.dtype | None) -> Tensor:
     own = FLOATS[stored[slot.pieces[0].name].dtype] if slot.pieces else torch.float32
     return torch.empty(slot.shape, dtype=target_dtype(slot.name, own, dtype), device="meta")
 
 
-def read_slot(slot: Slot, stored: dict[str, Stored], dtype: torch.dtype) -> Tensor:
+def read_slot(slot: Slot, stored: Mapping[str, AnyStored], dtype: torch.dtype) -> Tensor:
     """Assemble one of our tensors from its stored pieces."""
-    if not slot.pieces:
-        return torch.zeros(slot.shape, dtype=dtype)
-    tensor = torch.empty(slot.shape, dtype=dtype)
-    for target, piece in zip(tensor.view(-1).split(slot.piece_size), slot.pieces, strict=True):
-        read_into(target, stored[piece.name], piece.start)
-    return tensor
+    return assemble(slot, dtype, lambda target, name, start: stored[name].read_into(target, start))
 
 
-def _size(slots: list[Slot], stored: dict[str, Stored]) -> str:
+def _size(slots: list[Slot], stored: Mapping[str, AnyStored]) -> str:
     names = {piece.name for slot in slots for piece in slot.pieces}
     num_bytes = sum(prod(stored[name].shape) * FLOATS[stored[name].dtype].itemsize for name in names)
     return f"{len(names)} tensors, {num_bytes / 1e6:,.1f} MB"

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from spurline.untrusted import open_regular, reason
+
 FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _NAME_OF = {dtype: name for name, dtype in FLOATS.items()}
 _ITEMSIZES = (
@@ -27,6 +29,7 @@ _ITEMSIZES = (
     | dict.fromkeys(("U64", "I64", "F64"), 8)
 )
 _LONGEST_HEADER = 100_000_000
+_MAX_DIMS = 32
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,10 @@ class Stored:
     shape: tuple[int, ...]
     offset: int
     """Byte offset of its data in the file."""
+
+    def read_into(self, target: Tensor, start: int = 0) -> None:
+        """Fill a contiguous CPU tensor with the elements from element `start` on."""
+        read_into(target, self, start)
 
 
 class Entry(NamedTuple):
@@ -56,16 +63,20 @@ class Entry(NamedTuple):
 def read_header(path: Path) -> dict[str, Stored]:
     """The tensors of a file, by name; raises a ValueError if the file is truncated or invalid."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             length = int.from_bytes(file.read(8), "little")
             num_bytes = os.fstat(file.fileno()).st_size
-            if not 2 <= length <= min(num_bytes - 8, _LONGEST_HEADER):
-                raise ValueError(f"{path} is truncated or not a safetensors file: it is too short for its header")
-            header = json.loads(file.read(length), object_pairs_hook=_reject_duplicates)
+            is_long_enough = 2 <= length <= min(num_bytes - 8, _LONGEST_HEADER)
+            text = file.read(length) if is_long_enough else b""
+        header = json.loads(text, object_pairs_hook=_with_valid_names) if is_long_enough else {}
     except OSError as error:
-        raise ValueError(f"{path}: can't read the file: {error.strerror}") from None
-    except (UnicodeDecodeError, json.JSONDecodeError, _DuplicateKeyError) as error:
+        raise ValueError(f"{path}: can't read the file: {reason(error)}") from None
+    except RecursionError:
+        raise ValueError(f"{path} is damaged or not a safetensors file: its header is nested too deeply") from None
+    except (ValueError, _InvalidNameError) as error:
         raise ValueError(f"{path} is damaged or not a safetensors file: its header is not JSON ({error})") from None
+    if not is_long_enough:
+        raise ValueError(f"{path} is truncated or not a safetensors file: it is too short for its header")
     if not isinstance(header, dict):
         raise ValueError(f"{path} is not a safetensors file: its header is not a JSON object")
     header.pop("__metadata__", None)
@@ -88,22 +99,24 @@ def read_header(path: Path) -> dict[str, Stored]:
     return found
 
 
-class _DuplicateKeyError(Exception):
+class _InvalidNameError(Exception):
     pass
 
 
-def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _with_valid_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if not all(name.isprintable() for name, _ in pairs):
+        raise _InvalidNameError("a name with invisible characters")
     content = dict(pairs)
     if len(content) < len(pairs):
-        raise _DuplicateKeyError("duplicate key")
+        raise _InvalidNameError("duplicate key")
     return content
 
 
 def _offsets(path: Path, name: str, entry: Any) -> tuple[int, int]:
     """Begin and end of a tensor's bytes, relative to the end of the header; raises a ValueError if invalid."""
     match entry:
-        case {"dtype": str(), "shape": [*shape], "data_offsets": [int(first), int(last)]} if all(
-            type(size) is int and size >= 0 for size in shape
+        case {"dtype": str(), "shape": [*shape], "data_offsets": [int(first), int(last)]} if (
+            all(type(size) is int and 0 <= size < 2**62 for size in shape) and len(shape) <= _MAX_DIMS
         ):
             return first, last
     raise ValueError(f"{path} is damaged: invalid header entry of tensor {name}")
@@ -117,20 +130,19 @@ def read_into(target: Tensor, stored: Stored, start: int = 0) -> None:
         read_into(same, stored, start)
         target.copy_(same)
         return
-    view = target.view(-1).view(torch.uint8).numpy().data
+    read_bytes(target.view(-1).view(torch.uint8), stored, start * dtype.itemsize)
+
+
+def read_bytes(target: Tensor, stored: Stored, start: int = 0) -> None:
+    """Fill a contiguous CPU tensor of bytes with those of a stored tensor, starting at byte `start`."""
+    view = target.view(-1).numpy().data
     with open(stored.path, "rb", buffering=0) as file:
-        file.seek(stored.offset + start * dtype.itemsize)
+        file.seek(stored.offset + start)
         while len(view):
             count = file.readinto(view)  # one call reads at most 2 GB
             if not count:
                 raise ValueError(f"{stored.path} is truncated: unexpected end of file")
             view = view[count:]
-
-
-def read_whole(stored: Stored) -> Tensor:
-    tensor = torch.empty(stored.shape, dtype=FLOATS[stored.dtype])
-    read_into(tensor, stored)
-    return tensor
 
 
 def write_file(path: Path, entries: list[Entry], tensors: Iterator[Tensor]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from spurline.models.common.decoder_config import DecoderConfig
+from spurline.models.common.init import build_to_load
 from spurline.train.checkpoint.manager import CheckpointManager
 
 TOLERANCE = 1e-3
@@ -35,7 +36,7 @@ def compare_logits(
 
 
 def _our_model(model: DecoderConfig, run: Path, step: int) -> Any:
-    ours = model.build().eval()
+    ours = build_to_load(model, "cpu").eval()
     CheckpointManager(run, interval=1, keep_latest_k=0).load(step, ours, None)
     return ours
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from spurline.hf.safetensors_file import Entry, read_header, read_into, read_whole, write_file
+from spurline.hf.quantized import read_whole
+from spurline.hf.safetensors_file import Entry, read_header, read_into, write_file
 
 TENSORS = {
     "b.matrix": torch.arange(12, dtype=torch.float32).view(3, 4),

@@ -5,9 +5,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from spurline.accelerator import cpu_stands_in_for
 from spurline.models import family_configs
 from spurline.models.common.context import BlockContext
 from spurline.models.common.init import initialize
+from spurline.models.common.loss import positions_per_chunk
 from spurline.testing.equivalence import relative_error
 from spurline.train.loss import IGNORE_INDEX, cross_entropy_sum
 
@@ -173,7 +175,7 @@ def test_forced_balance_reaches_the_moe_layers(small_config):
 
 @pytest.mark.parametrize("max_logits", [1, 5 * 264, 1 << 26])
 def test_loss_by_chunks_equals_the_loss_of_all_logits(monkeypatch, max_logits: int) -> None:
-    monkeypatch.setattr("spurline.models.common.loss.MAX_LOGITS", max_logits)
+    monkeypatch.setattr("spurline.models.common.loss.CPU_CHUNK_BYTES", 12 * max_logits)
     config = family_configs("deepseek_v3")["deepseek_v3_debugmodel"]().model
     model, whole = built(config), built(config)
     tokens_BL, labels_BL = random_tokens(config, 2, 3, 7)
@@ -192,3 +194,14 @@ def test_loss_by_chunks_equals_the_loss_of_all_logits(monkeypatch, max_logits: i
     for name, parameter in model.named_parameters():
         assert relative_error(parameter.grad, whole.get_parameter(name).grad) < 1e-5, name
     assert max(largest) <= max(max_logits, 264)
+
+
+def test_chunks_of_logits_follow_the_memory_of_the_device() -> None:
+    cpu, vocab = torch.device("cpu"), 129_280
+    assert positions_per_chunk(cpu, torch.float32, vocab) == (1 << 26) // vocab
+    with cpu_stands_in_for("accelerator", memory_bytes=80 << 30):
+        large = positions_per_chunk(cpu, torch.bfloat16, vocab)
+        assert large * vocab * 16 <= (80 << 30) / 64 < (large + 1) * vocab * 16
+        assert positions_per_chunk(cpu, torch.bfloat16, vocab // 8) == pytest.approx(8 * large, rel=0.02)
+    with cpu_stands_in_for("accelerator", memory_bytes=1 << 20):
+        assert positions_per_chunk(cpu, torch.bfloat16, vocab) == 1

@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.flex_attention import BlockMask
 
+from spurline.accelerator import cpu_stands_in_for
 from spurline.config import Data
 from spurline.data import open_data
 from spurline.models.agpt.configs import AGPTConfig
 from spurline.models.common.init import initialize
-from spurline.models.common.mask import document_mask
+from spurline.models.common.mask import BLOCK, document_blocks, document_mask
 from spurline.models.deepseek_v3.configs import DeepSeekV3Config
 from spurline.models.qwen3.configs import Qwen3MoEConfig
 from spurline.models.qwen3_vl.configs import qwen3_vl_debugmodel_moe
@@ -134,3 +137,62 @@ def test_option_gives_batches_their_documents(tmp_path: Path, mask_documents: bo
         assert is_boundary_BL.sum() > 2
         assert torch.equal(batch.extras["documents_BL"], is_boundary_BL.cumsum(1))
         assert torch.equal(batch.take([1, 0]).extras["documents_BL"], is_boundary_BL.cumsum(1)[[1, 0]])
+
+
+def long_documents(length: int) -> Tensor:
+    """Three sequences, (3, L): many documents, one, and one boundary at a block's edge."""
+    place_L = torch.arange(length)
+    return torch.stack([(place_L % 37 == 5).cumsum(0), torch.zeros_like(place_L), (place_L >= BLOCK).long()])
+
+
+@pytest.mark.parametrize("length", [1, 127, 128, 300, 512])
+def test_blocks_see_what_the_dense_mask_sees(length: int) -> None:
+    documents_BL = long_documents(length)
+    dense_BLL, mask = document_mask(documents_BL)[:, 0], document_blocks(documents_BL)
+    n = -(-length // BLOCK)
+    whole, partly = torch.zeros(3, n, n, dtype=torch.bool), torch.zeros(3, n, n, dtype=torch.bool)
+    for b in range(3):
+        for q in range(n):
+            whole[b, q, mask.full_kv_indices[b, 0, q, : mask.full_kv_num_blocks[b, 0, q]].long()] = True
+            partly[b, q, mask.kv_indices[b, 0, q, : mask.kv_num_blocks[b, 0, q]].long()] = True
+    padded = torch.nn.functional.pad(dense_BLL, (0, n * BLOCK - length, 0, n * BLOCK - length))
+    blocks = padded.view(3, n, BLOCK, n, BLOCK).transpose(2, 3)
+    assert torch.equal(whole | partly, blocks.any(-1).any(-1))  # nothing is left out, and nothing looked at in vain
+    assert not (whole & partly).any()
+    inside = blocks[whole]
+    assert inside[:, : length - (n - 1) * BLOCK if n else 0].all()
+
+
+@pytest.mark.parametrize("name", ["agpt", "deepseek_v3"])
+def test_attention_by_blocks_equals_attention_under_the_dense_mask(name: str) -> None:
+    model = built(MODELS[name]).eval()
+    documents_BL = long_documents(300)
+    tokens_BL = torch.randint(1, VOCAB, documents_BL.shape, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected_BLV = model(tokens_BL, documents_BL=documents_BL)
+        with cpu_stands_in_for("accelerator"):
+            assert isinstance(model.block_context(tokens_BL, documents_BL=documents_BL).mask, BlockMask)
+            found_BLV = model(tokens_BL, documents_BL=documents_BL)
+    assert relative_error(found_BLV, expected_BLV) < 1e-5
+
+
+@pytest.mark.parametrize("remat", ["none", "selective"])
+def test_training_by_blocks_equals_training_under_the_dense_mask(remat: str) -> None:
+    documents_BL = long_documents(140)
+    tokens_BL = torch.randint(1, VOCAB, documents_BL.shape, generator=torch.Generator().manual_seed(0))
+    models = built(DEEPSEEK), built(DEEPSEEK)
+    apply_remat(models[0], remat)
+    with cpu_stands_in_for("accelerator"):
+        models[0](tokens_BL, documents_BL=documents_BL).square().mean().backward()
+    models[1](tokens_BL, documents_BL=documents_BL).square().mean().backward()
+    wanted = dict(models[1].named_parameters())
+    for parameter_name, parameter in models[0].named_parameters():
+        assert relative_error(parameter.grad, wanted[parameter_name].grad) < 1e-5, parameter_name
+
+
+def test_no_mask_by_blocks_has_a_number_for_every_pair_of_positions() -> None:
+    with FakeTensorMode(), cpu_stands_in_for("accelerator"):
+        mask = document_mask(torch.zeros(2, 4096, dtype=torch.int64))
+    assert isinstance(mask, BlockMask)
+    tensors = [part for part in mask.as_tuple() if isinstance(part, Tensor)]
+    assert max(part.numel() for part in tensors) == 2 * (4096 // BLOCK) ** 2

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from spurline.models.common.context import BlockContext
-from spurline.models.common.decoder_config import GroupedQueryConfig, YarnConfig
+from spurline.models.common.decoder_config import AttentionFeatures, GroupedQueryConfig, YarnConfig
 from spurline.models.common.grouped_query import GroupedQueryAttention
 from spurline.models.common.init import initialize
 from spurline.models.common.rope import rope_frequencies, rope_tables
@@ -24,7 +24,7 @@ def make_attention(qk_norm: bool, yarn: YarnConfig) -> GroupedQueryAttention:
         norm_eps=EPS,
         yarn=yarn,
     )
-    attention = GroupedQueryAttention(config, qk_norm=qk_norm)
+    attention = GroupedQueryAttention(config, AttentionFeatures(qk_norm="head" if qk_norm else "none"))
     initialize(attention, seed=3)
     with torch.no_grad():
         for parameter in attention.parameters():  # large enough for a softmax that is far from uniform

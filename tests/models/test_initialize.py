@@ -1,15 +1,11 @@
 import pytest
 import torch
 from torch import nn
-from torch.distributed import destroy_process_group, init_process_group
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from spurline.models.common.init import INIT_STD, initialize, residual_std
+from spurline.models.common.init import BLOCK_ELEMENTS, INIT_STD, initialize, residual_std
 from spurline.models.common.linear import Linear
 from spurline.models.common.norm import RMSNorm
+from spurline.ops.draw import KeyedGenerator, drawn_in_blocks, fill_truncated_normal
 
 
 def built(config, seed=0):
@@ -53,18 +49,99 @@ def test_values_depend_on_seed_and_name_but_on_no_other_module():
     assert not torch.equal(both["a"].weight, both["b"].weight)
 
 
-def test_generator_of_a_parameter_is_the_same_in_every_process():
-    class Recorder(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.zeros(1))
+class Recorder(nn.Module):
+    """Keeps what it is asked to fill, and the first number of each generator."""
 
-        def init_parameter(self, name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
-            self.seen = (name, tensor.shape, generator.initial_seed())
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(shape))
+        self.seen = []
 
-    recorder = Recorder()
-    initialize(recorder, seed=1)
-    assert recorder.seen == ("weight", (1,), 14670958072092436758)
+    def init_parameter(self, name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
+        self.seen.append((name, tuple(tensor.shape), round(torch.rand((), generator=generator).item(), 6)))
+
+
+class RecorderOfBlocks(Recorder):
+    init_parameter = drawn_in_blocks(Recorder.init_parameter)
+
+
+def test_generators_are_the_same_in_every_process():
+    whole, blocks = Recorder(300, 5), RecorderOfBlocks(65, 300)
+    initialize(nn.ModuleDict({"a": whole, "b": blocks}), seed=1)
+    assert whole.seen == [("weight", (300, 5), 0.175511)]
+    assert blocks.seen == [
+        ("weight", (64, 256), 0.871364),
+        ("weight", (64, 44), 0.659357),
+        ("weight", (1, 256), 0.851622),
+        ("weight", (1, 44), 0.036247),
+    ]
+
+
+def test_generator_reads_all_of_its_key():
+    """Seeds that `manual_seed` can't tell apart: it reads 32 bits of them."""
+    keyed = KeyedGenerator()
+    first = [torch.rand((), generator=keyed.at(key)).item() for key in ("1 w 0 0", "1 w 0 256", "1 w 64 0", "2 w 0 0")]
+    assert len(set(first)) == 4
+    assert torch.rand((), generator=keyed.at("1 w 0 0")).item() == first[0]
+    numbers = torch.rand(20_000, generator=keyed.at("1 w 0 0"))
+    assert numbers.mean().item() == pytest.approx(0.5, abs=0.01)
+    assert numbers.std().item() == pytest.approx(12**-0.5, abs=0.01)
+
+
+def test_every_block_differs():
+    table = Linear(256 * 5, 64 * 4)
+    initialize(table, 0)
+    blocks = table.weight.unfold(0, 64, 64).unfold(1, 256, 256).flatten(0, 1).flatten(1)
+    assert blocks.shape == (20, BLOCK_ELEMENTS)
+    assert len({tuple(block[:8].tolist()) for block in blocks}) == 20
+
+
+def test_parameter_that_is_not_contiguous_or_of_another_dtype_gets_the_same_value():
+    plain, transposed, rounded = Linear(300, 80), Linear(300, 80), Linear(300, 80).bfloat16()
+    transposed.weight = nn.Parameter(torch.zeros(300, 80).t())
+    for module in (plain, transposed, rounded):
+        initialize(module, 0)
+    assert torch.equal(transposed.weight, plain.weight)
+    assert torch.equal(rounded.weight, plain.weight.bfloat16())
+
+
+class ZeroFirstRow(Linear):
+    """Its override has to see the whole matrix, and is not marked."""
+
+    def init_parameter(self, name: str, tensor: torch.Tensor, generator: torch.Generator | None) -> None:
+        super().init_parameter(name, tensor, generator)
+        tensor.data[0] = 0
+
+
+def test_override_that_is_not_marked_is_given_the_whole_parameter():
+    module = ZeroFirstRow(300, 200)
+    initialize(module, 0)
+    assert module.weight.eq(0).any(1).nonzero().flatten().tolist() == [0]
+
+
+def test_distribution_is_the_truncated_normal_one():
+    """Moments and bounds; and by the Kolmogorov-Smirnov statistic what `nn.init.trunc_normal_` draws from."""
+    num = 400_000
+    drawn, theirs = torch.empty(num), torch.empty(num)
+    fill_truncated_normal(drawn, 0.02, torch.Generator().manual_seed(0))
+    nn.init.trunc_normal_(theirs, std=0.02, a=-0.06, b=0.06, generator=torch.Generator().manual_seed(1))
+    assert 0.0597 < drawn.abs().max() <= 0.06
+    z = drawn.double() / 0.02
+    assert abs(z.mean()) < 5 * num**-0.5
+    # Truncated at 3, the normal distribution has these second and fourth moments.
+    assert z.square().mean().item() == pytest.approx(0.97334, abs=0.01)
+    assert z.pow(4).mean().item() == pytest.approx(2.6800, abs=0.05)
+    both = torch.cat([drawn, theirs]).sort().values
+    share = [torch.searchsorted(one.sort().values, both, right=True) / num for one in (drawn, theirs)]
+    # Samples of one distribution differ by more in 1 of 100 cases.
+    assert (share[0] - share[1]).abs().max().item() < 1.63 * (2 / num) ** 0.5
+
+
+def test_bfloat16_is_rounded_from_a_finer_draw():
+    low, high = torch.empty(1000, dtype=torch.bfloat16), torch.empty(1000)
+    for tensor in (low, high):
+        fill_truncated_normal(tensor, 1.0, torch.Generator().manual_seed(3))
+    assert torch.equal(low, high.bfloat16())
 
 
 def test_every_matrix_of_two_seeds_differs(small_config):
@@ -97,43 +174,3 @@ def test_module_that_can_not_initialize_what_it_owns_is_named():
         initialize(model, 0)
     with pytest.raises(ValueError, match=r"the model \(BatchNorm1d\) owns running_mean .* method init_buffers\("):
         initialize(nn.BatchNorm1d(2, affine=False), 0)
-
-
-@pytest.fixture
-def rank_2_of_4():
-    init_process_group("fake", rank=2, world_size=4, store=FakeStore())
-    yield
-    destroy_process_group()
-
-
-def test_sharded_parameter_gets_its_part_of_the_full_value(rank_2_of_4):
-    mesh = init_device_mesh("cpu", (2, 2))
-    full = Linear(6, 8)
-    initialize(full, 0)
-    # Rank 2 is at (1, 0) in the mesh: the second half along the first axis, the first half along the second.
-    for placements, rows, columns in [
-        ((Shard(0), Shard(0)), slice(4, 6), slice(None)),
-        ((Shard(0), Shard(1)), slice(4, 8), slice(0, 3)),
-        ((Replicate(), Shard(1)), slice(None), slice(0, 3)),
-    ]:
-        sharded = Linear(6, 8)
-        empty = torch.zeros_like(full.weight)
-        sharded.weight = nn.Parameter(distribute_tensor(empty, mesh, placements, src_data_rank=None))
-        initialize(sharded, 0)
-        assert torch.equal(sharded.weight.to_local(), full.weight[rows, columns]), placements
-
-
-def test_fsdp_model_built_on_meta_gets_the_values_of_the_plain_one(rank_2_of_4, small_config):
-    config = small_config()
-    with torch.device("meta"):
-        model = config.build()
-    mesh = init_device_mesh("cpu", (4,))
-    for block in model.layers.values():
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    model.to_empty(device="cpu")
-    initialize(model, 0)
-    for (name, sharded), full in zip(model.named_parameters(), built(config).parameters(), strict=True):
-        assert isinstance(sharded, DTensor)
-        rows = -(-full.shape[0] // 4)
-        assert torch.equal(sharded.to_local(), full[2 * rows : 3 * rows]), name

@@ -22,6 +22,19 @@ PUBLISHED = {
     "deepseek_v3_16b": (15_706_484_224, 2.66e9),
     "deepseek_v3_236b": (235_741_434_880, 21.4e9),
     "deepseek_v3_671b": (671_026_404_352, 37.6e9),
+    "glm4_5_air": (106_852_245_504, 13.4e9),
+    "glm4_5": (352_797_814_784, 33.6e9),
+    "gpt_oss_20b": (20_914_757_184, 4.19e9),
+    "gpt_oss_120b": (116_829_156_672, 5.71e9),
+    "qwen2_0_5b": (494_032_768, 494e6),
+    "qwen2_1_5b": (1_543_714_304, 1.54e9),
+    "qwen2_7b": (7_615_616_512, 7.62e9),
+    "qwen1_5_moe_a2_7b": (14_315_784_192, 2.69e9),
+    "qwen2_57b_a14b": (57_408_658_944, 14.2e9),
+    "mistral_7b": (7_241_732_096, 7.24e9),
+    "mixtral_8x7b": (46_702_792_704, 12.9e9),
+    "mixtral_8x22b": (140_620_634_112, 39.2e9),
+    "olmoe_7b_a1b": (6_919_161_856, 1.28e9),
     "qwen3_0_6b": (596_049_920, 596e6),
     "qwen3_1_7b": (1_720_574_976, 1.72e9),
     "qwen3_4b": (4_022_468_096, 4.02e9),
@@ -37,14 +50,17 @@ PUBLISHED = {
     "qwen3_vl_30b_a3b": (31_070_754_032, 3.89e9),
     "qwen3_vl_235b_a22b": (235_670_022_896, 22.8e9),
 }
-# To three digits: those of our own choice are in their class, and the 10B-A2B with a vocabulary of 102,400 is as given.
+# To three digits, as their publishers and users give them.
 ROUNDED = {
+    "kimi_k2": (1.03e12, 32.9e9),
     "moe_10b_2b": (9.41e9, 1.98e9),
-    "moe_10b_2b_sdpa": (9.41e9, 1.98e9),
-    "moe_10b_2b_vocab_256k": (10.0e9, 2.61e9),
+    "moe_10b_2b_sdpa": (10.0e9, 2.61e9),
     "agpt_2b": (1.99e9, 1.99e9),
-    "agpt_20b": (20.2e9, 20.2e9),
-    "agpt_80b": (79.5e9, 79.5e9),
+    "agpt_20b": (20.7e9, 20.7e9),
+    "agpt_50b": (52.1e9, 52.1e9),
+    "agpt_80b": (80.8e9, 80.8e9),
+    "agpt_80b_wide": (80.0e9, 80.0e9),
+    "agpt_80b_deep": (80.9e9, 80.9e9),
 }
 DEBUG_PRESETS = [name for name in PRESETS if "debugmodel" in name]
 
@@ -101,8 +117,25 @@ def test_the_10b_2b_model_is_built_as_described():
         route_norm=False,
         score_before_experts=False,
     )
-    assert PRESETS["moe_10b_2b_sdpa"][1]() == PRESETS["moe_10b_2b"][1]()
-    assert PRESETS["moe_10b_2b_vocab_256k"][1]().model == replace(model, vocab_size=256_128)
+    assert model.vocab_size == 102_400
+    assert PRESETS["moe_10b_2b_sdpa"][1]().model == replace(model, vocab_size=256_128)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    {
+        "agpt_2b": (2048, 12, 16, 4, 11_008, 5e4),
+        "agpt_20b": (5120, 64, 40, 8, 14_336, 5e5),
+        "agpt_50b": (8192, 56, 64, 8, 28_672, 5e5),
+        "agpt_80b": (9216, 84, 72, 12, 25_600, 5e5),
+        "agpt_80b_wide": (10_752, 48, 84, 12, 39_936, 5e5),
+        "agpt_80b_deep": (7680, 96, 60, 12, 28_672, 5e5),
+    }.items(),
+)
+def test_agpt_models_are_built_as_their_users_run_them(name, sizes):
+    m = PRESETS[name][1]().model
+    assert (m.dim, m.num_layers, m.num_heads, m.num_kv_heads, m.dense_hidden_dim, m.rope_theta) == sizes
+    assert (m.vocab_size, m.num_heads * m.head_dim) == (256_128, m.dim)
 
 
 @pytest.mark.parametrize("name", DEBUG_PRESETS)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from spurline.config_io import ConfigError, load
@@ -43,12 +44,19 @@ VISION = {
 SPOTS = (Spot(0, 2, 4, 6), Spot(1, 9, 2, 4))
 
 
-def make_theirs(tied: bool):
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [0]}
+
+
+def make_theirs(tied: bool, experts: dict[str, object] | None = None):
     torch.manual_seed(0)
-    config = transformers.Qwen3VLConfig(
-        text_config=TEXT, vision_config=VISION, image_token_id=PICTURE_TOKEN, tie_word_embeddings=tied
+    kind = "Qwen3VL" if experts is None else "Qwen3VLMoe"
+    config = getattr(transformers, f"{kind}Config")(
+        text_config=TEXT | (experts or {}),
+        vision_config=VISION,
+        image_token_id=PICTURE_TOKEN,
+        tie_word_embeddings=tied,
     )
-    theirs = transformers.Qwen3VLForConditionalGeneration(config).eval()
+    theirs = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
@@ -76,9 +84,19 @@ def their_logits(theirs) -> Tensor:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("tied", [False, True])
-def test_model_of_transformers_is_read_and_written_back(tmp_path: Path, tied: bool) -> None:
-    theirs = make_theirs(tied)
+@pytest.mark.parametrize(
+    ("tied", "experts"),
+    [
+        (False, None),
+        (True, None),
+        (False, EXPERTS),
+        # With F = D or 2F = D, a transposed weight would keep its shape.
+        (True, EXPERTS | {"moe_intermediate_size": 32}),
+        (False, EXPERTS | {"moe_intermediate_size": 16, "mlp_only_layers": []}),
+    ],
+)
+def test_model_of_transformers_is_read_and_written_back(tmp_path: Path, tied: bool, experts) -> None:
+    theirs = make_theirs(tied, experts)
     expected_BLV = their_logits(theirs)
     theirs.save_pretrained(tmp_path / "theirs")
     import_folder(tmp_path / "theirs", tmp_path / "run")
@@ -90,8 +108,18 @@ def test_model_of_transformers_is_read_and_written_back(tmp_path: Path, tied: bo
     torch.testing.assert_close(ours(tokens_BL, images=images), expected_BLV, rtol=0, atol=1e-4)
 
     export_run(tmp_path / "run", tmp_path / "again")
-    again = transformers.Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "again").eval()
+    again = type(theirs).from_pretrained(tmp_path / "again").eval()
     assert torch.equal(their_logits(again), expected_BLV)
+
+    # What we write is what is published: experts transposed. It comes and goes without a changed bit.
+    import_folder(tmp_path / "again", tmp_path / "second")
+    export_run(tmp_path / "second", tmp_path / "last")
+    first, last = (load_file(tmp_path / folder / "model.safetensors") for folder in ("again", "last"))
+    assert first.keys() == last.keys()
+    assert all(torch.equal(first[name], last[name]) for name in first)
+    if experts is not None:
+        fused = first["model.language_model.layers.1.mlp.experts.gate_up_proj"]
+        assert fused.shape == (6, 32, 2 * experts["moe_intermediate_size"])
 
 
 def test_published_config_is_that_of_the_preset() -> None:
@@ -150,9 +178,10 @@ def test_what_is_not_as_published_is_refused() -> None:
     assert "num_position_embeddings is 17, which is not a square" in str(error.value)
 
 
-def test_experts_are_not_written() -> None:
-    with pytest.raises(ConfigError, match="with experts"):
-        architecture_for("qwen3_vl", family_configs("qwen3_vl")["qwen3_vl_debugmodel_moe"]().model)
+def test_routing_that_their_experts_lack_is_refused() -> None:
+    model = family_configs("qwen3_vl")["qwen3_vl_debugmodel_moe"]().model
+    with pytest.raises(ConfigError, match=r"moe\.route_norm is False"):
+        architecture_for("qwen3_vl", replace(model, moe=replace(model.moe, route_norm=False)))
 
 
 def test_yarn_is_not_written() -> None:

@@ -106,5 +106,5 @@ def test_yarn_scales_rotated_channels_and_softmax():
 
 
 def test_yarn_names_what_is_wrong_with_it():
-    bad = YarnConfig(factor=0.5, original_seq_len=0, beta_fast=1.0, mscale=-1.0)
+    bad = YarnConfig(factor=0.5, original_seq_len=0, beta_fast=0.9, mscale=-1.0)
     assert [problem.split()[0] for problem in bad.problems()] == ["original_seq_len", "factor", "beta_fast", "mscale"]

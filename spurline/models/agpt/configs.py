@@ -30,7 +30,14 @@ def agpt_debugmodel() -> RunConfig[AGPTConfig]:
 
 
 def _full_size(
-    lr: float, *, dim: int, num_layers: int, num_heads: int, num_kv_heads: int, dense_hidden_dim: int
+    lr: float,
+    *,
+    dim: int,
+    num_layers: int,
+    num_heads: int,
+    num_kv_heads: int,
+    dense_hidden_dim: int,
+    rope_theta: float = 500_000.0,
 ) -> RunConfig[AGPTConfig]:
     model = AGPTConfig(
         vocab_size=256_128,
@@ -40,26 +47,44 @@ def _full_size(
         num_kv_heads=num_kv_heads,
         head_dim=dim // num_heads,
         dense_hidden_dim=dense_hidden_dim,
-        rope_theta=500_000.0,
+        rope_theta=rope_theta,
     )
     return full_size_run(model, lr)
 
 
 def agpt_2b() -> RunConfig[AGPTConfig]:
     """12 layers of width 2048; half of the parameters are the vocabulary's."""
-    return _full_size(3e-4, dim=2048, num_layers=12, num_heads=16, num_kv_heads=4, dense_hidden_dim=11_008)
+    return _full_size(
+        3e-4, dim=2048, num_layers=12, num_heads=16, num_kv_heads=4, dense_hidden_dim=11_008, rope_theta=50_000.0
+    )
 
 
 def agpt_20b() -> RunConfig[AGPTConfig]:
     """64 layers of width 5120."""
-    return _full_size(2e-4, dim=5120, num_layers=64, num_heads=40, num_kv_heads=8, dense_hidden_dim=13_824)
+    return _full_size(2e-4, dim=5120, num_layers=64, num_heads=40, num_kv_heads=8, dense_hidden_dim=14_336)
+
+
+def agpt_50b() -> RunConfig[AGPTConfig]:
+    """56 layers of width 8192."""
+    return _full_size(1.5e-4, dim=8192, num_layers=56, num_heads=64, num_kv_heads=8, dense_hidden_dim=28_672)
 
 
 def agpt_80b() -> RunConfig[AGPTConfig]:
-    """88 layers of width 8192."""
-    return _full_size(1.5e-4, dim=8192, num_layers=88, num_heads=64, num_kv_heads=8, dense_hidden_dim=28_672)
+    """84 layers of width 9216; with 12 heads of keys and values, tensor parallelism can be 2, 3, 4, 6 or 12."""
+    return _full_size(1.5e-4, dim=9216, num_layers=84, num_heads=72, num_kv_heads=12, dense_hidden_dim=25_600)
+
+
+def agpt_80b_wide() -> RunConfig[AGPTConfig]:
+    """48 layers of width 10,752."""
+    return _full_size(1.5e-4, dim=10_752, num_layers=48, num_heads=84, num_kv_heads=12, dense_hidden_dim=39_936)
+
+
+def agpt_80b_deep() -> RunConfig[AGPTConfig]:
+    """96 layers of width 7680."""
+    return _full_size(1.5e-4, dim=7680, num_layers=96, num_heads=60, num_kv_heads=12, dense_hidden_dim=28_672)
 
 
 CONFIGS: dict[str, Callable[[], RunConfig[Any]]] = {
-    preset.__name__: preset for preset in (agpt_debugmodel, agpt_2b, agpt_20b, agpt_80b)
+    preset.__name__: preset
+    for preset in (agpt_debugmodel, agpt_2b, agpt_20b, agpt_50b, agpt_80b, agpt_80b_wide, agpt_80b_deep)
 }

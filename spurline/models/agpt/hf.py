@@ -6,7 +6,9 @@ from typing import Any
 
 from spurline.models.agpt.configs import AGPTConfig
 from spurline.models.common.hf import DECODER_NAMES, GROUPED_QUERY_NAMES, Architecture
-from spurline.models.common.hf_config import TheirConfig, read_decoder, write_decoder, yarn_obstacles
+from spurline.models.common.hf_config import head_dim_of, read_decoder, write_decoder
+from spurline.models.common.hf_rope import yarn_obstacles
+from spurline.models.common.hf_values import TheirConfig
 
 _LLAMA = "LlamaForCausalLM"
 
@@ -17,7 +19,7 @@ def _read(theirs: TheirConfig) -> AGPTConfig:
     return AGPTConfig(
         **fields,
         num_kv_heads=theirs.take("num_key_value_heads", int, num_heads),
-        head_dim=theirs.take("head_dim", int, fields["dim"] // max(num_heads, 1)),
+        head_dim=head_dim_of(theirs, fields),
     )
 
 

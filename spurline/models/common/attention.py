@@ -5,8 +5,8 @@ R head width with rotary position, Q = N + R, V head width of the value; S posit
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 
 from spurline.comm.gradients import local
 from spurline.models.common.cache import LayerKVCache, attend_to_past
@@ -14,6 +14,7 @@ from spurline.models.common.context import BlockContext
 from spurline.models.common.decoder_config import YarnConfig
 from spurline.models.common.init import INIT_STD
 from spurline.models.common.linear import Linear
+from spurline.models.common.mask import attend
 from spurline.models.common.norm import RMSNorm
 from spurline.models.common.rope import Rope, apply_rope
 
@@ -66,7 +67,7 @@ class LatentAttention(nn.Module):
         q_BLHN, q_BLHR = self._queries(x_BLD, context.rope)
         latent_BLC, k_BLR = self._latents(x_BLD, context.rope)
         queries = q_BLHN.transpose(1, 2), q_BLHR.transpose(1, 2)
-        out_BHLV = self._attend(*queries, latent_BLC, k_BLR, context.cache, context.mask_B1LL)
+        out_BHLV = self._attend(*queries, latent_BLC, k_BLR, context.cache, context.mask)
         return self.wo(out_BHLV.transpose(1, 2).flatten(2))
 
     def _attend(
@@ -76,22 +77,16 @@ class LatentAttention(nn.Module):
         latent_BLC: Tensor,
         k_BLR: Tensor,
         cache: LayerKVCache | None,
-        mask_B1LS: Tensor | None,
+        mask: Tensor | BlockMask | None,
     ) -> Tensor:
         if cache is not None:
             (past_BSX,) = cache.extend(torch.cat([latent_BLC, k_BLR], dim=-1))
-            mask_B1LS = cache.mask
+            mask = cache.mask
             if cache.has_past:
-                return self._attend_to_latents(q_BHLN, q_BHLR, past_BSX, mask_B1LS)
+                return self._attend_to_latents(q_BHLN, q_BHLR, past_BSX, cache.mask)
         k_BLHQ, v_BLHV = self._keys_and_values(latent_BLC, k_BLR)
-        return F.scaled_dot_product_attention(
-            torch.cat([q_BHLN, q_BHLR], dim=-1),
-            k_BLHQ.transpose(1, 2),
-            v_BLHV.transpose(1, 2),
-            attn_mask=mask_B1LS,
-            is_causal=mask_B1LS is None,
-            scale=self.softmax_scale,
-        )
+        q_BHLQ = torch.cat([q_BHLN, q_BHLR], dim=-1)
+        return attend(q_BHLQ, k_BLHQ.transpose(1, 2), v_BLHV.transpose(1, 2), mask, self.softmax_scale)
 
     def _queries(self, x_BLD: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
         """Each head's query, without position and rotated: (B, L, D) -> (B, L, H, N), (B, L, H, R)."""

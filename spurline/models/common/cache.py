@@ -72,15 +72,28 @@ class LayerKVCache:
         return [buffer[..., :stop, :] for buffer in self._buffers]
 
 
-def attend_to_past(q_BHLR: Tensor, k_BGSR: Tensor, v_BGSV: Tensor, mask_B1LS: Tensor | None, scale: float) -> Tensor:
+def attend_to_past(
+    q_BHLR: Tensor,
+    k_BGSR: Tensor,
+    v_BGSV: Tensor,
+    mask_B1LS: Tensor | None,
+    scale: float,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
     """Attention of a few queries to many keys, under the mask: -> (B, H, L, V).
 
     The query heads that share a head of keys are rows of one product, so that keys and values are read once, in place.
+    A sink is a further logit of its head, without a value.
     """
     B, H, L, _ = q_BHLR.shape
     G = k_BGSR.shape[1]
     score_BGXS = (q_BHLR * scale).reshape(B, G, H // G * L, -1) @ k_BGSR.transpose(-2, -1)
     if mask_B1LS is not None:
         score_BGXS = score_BGXS.masked_fill(~mask_B1LS.repeat(1, 1, H // G, 1), float("-inf"))
+    if sinks_H is not None:
+        sink_GX1 = sinks_H.view(G, H // G, 1).expand(-1, -1, L).reshape(G, -1, 1)
+        score_BGXS = torch.cat([score_BGXS, sink_GX1.expand(B, -1, -1, -1)], dim=-1)
     probability_BGXS = score_BGXS.softmax(dim=-1, dtype=torch.float32).to(v_BGSV.dtype)
+    if sinks_H is not None:
+        probability_BGXS = probability_BGXS[..., :-1]
     return (probability_BGXS @ v_BGSV).view(B, H, L, -1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from spurline.models.common.cache import LayerKVCache
 from spurline.models.common.rope import Rope
@@ -21,8 +22,8 @@ class BlockContext:
     """Cosine and sine of every position's rotary angles, two of (L, P) or (B, L, P): for whole sequences."""
     length: int | None = None
     """L, the length of whole sequences, where a rank has a part of the positions between blocks."""
-    mask_B1LL: Tensor | None = None
-    """Attention mask, True where a position may attend to another (None: causal)."""
+    mask: Tensor | BlockMask | None = None
+    """Attention mask, (B, 1, L, L) and True where a position may attend to another, or by blocks (None: causal)."""
     cache: LayerKVCache | None = None
     """This layer's KV cache, while text is generated."""
 

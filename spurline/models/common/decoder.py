@@ -3,6 +3,7 @@
 B sequences of L positions, of which this rank has l; D model width, V vocabulary, P pairs of rotary channels.
 """
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -13,7 +14,7 @@ from spurline.models.common.cache import KVCache
 from spurline.models.common.context import BlockContext
 from spurline.models.common.decoder_config import DecoderConfig
 from spurline.models.common.init import residual_std
-from spurline.models.common.linear import Embedding, Linear
+from spurline.models.common.linear import Embedding, OutputMatrix
 from spurline.models.common.loss import LossSum, chunked_loss_sum
 from spurline.models.common.mask import document_mask
 from spurline.models.common.norm import RMSNorm
@@ -36,7 +37,7 @@ class Decoder(nn.Module):
 
     embedding: Embedding | None
     norm: RMSNorm | None
-    output: Linear | None
+    output: OutputMatrix | None
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -49,7 +50,7 @@ class Decoder(nn.Module):
         )
         self.norm = RMSNorm(config.dim, config.norm_eps)
         # Tied, the embedding is the output matrix too: one parameter in one place, also where it is split or sharded.
-        self.output = None if config.tied_embeddings else Linear(config.dim, config.vocab_size)
+        self.output = None if config.tied_embeddings else OutputMatrix(config.dim, config.vocab_size)
         self.is_first_stage = self.is_last_stage = True
         self.tp = TensorParallel()
 
@@ -123,12 +124,13 @@ class Decoder(nn.Module):
         """
         length, device = tokens_BL.shape[1], tokens_BL.device
         positions_L = torch.arange(length, device=device) if cache is None else cache.advance(length, device)
-        mask_B1LL = None if documents_BL is None else document_mask(documents_BL)
-        return BlockContext(self.rope(positions_L), length, mask_B1LL)
+        mask = None if documents_BL is None else document_mask(documents_BL)
+        return BlockContext(self.rope(positions_L), length, mask)
 
     def rope(self, positions_L: Tensor) -> Rope:
         """Cosine and sine of the rotary angles: (L,) or (B, L) -> two of (.., L, P)."""
-        return rope_tables(positions_L, self.config.rope_dim, self.config.rope_theta, self.config.yarn)
+        config = self.config
+        return rope_tables(positions_L, config.rope_dim, config.rope_theta, config.yarn, config.llama3_rope)
 
     def run_blocks(self, x_BlD: Tensor, context: BlockContext, cache: KVCache | None = None) -> Tensor:
         """All blocks, one after another: (B, l, D) -> (B, l, D)."""
@@ -152,11 +154,27 @@ class Decoder(nn.Module):
         self, hidden_BLD: Tensor, tokens_BL: Tensor, labels_BL: Tensor, loss_sum: LossSum, **extras: Any
     ) -> Tensor:
         """The summed loss of what `last_hidden_state` returned; a family may add terms of its own."""
-        return self.chunked_loss_sum(hidden_BLD, labels_BL, loss_sum)
+        (loss,) = self.loss_sums([hidden_BLD], [labels_BL], loss_sum)
+        return loss
 
-    def chunked_loss_sum(self, hidden_BLD: Tensor, labels_BL: Tensor, loss_sum: LossSum) -> Tensor:
-        """The summed loss of any hidden states behind a norm, by this model's output matrix."""
-        return chunked_loss_sum(hidden_BLD, labels_BL, self.logits, loss_sum, self.config.vocab_size)
+    def loss_sums(self, hidden: list[Tensor], labels: list[Tensor], loss_sum: LossSum) -> list[Tensor]:
+        """The summed loss of each of several hidden states behind a norm, by this model's output matrix."""
+        own_vocab_size = -(-self.config.vocab_size // (1 if self.tp.group is None else self.tp.group.size()))
+
+        def losses(hidden: list[Tensor], lm_head: Callable[[Tensor], Tensor]) -> list[Tensor]:
+            return [
+                chunked_loss_sum(hidden_BLD, labels_BL, lm_head, loss_sum, own_vocab_size)
+                for hidden_BLD, labels_BL in zip(hidden, labels, strict=True)
+            ]
+
+        return losses(hidden, self.logits) if self.output is None else self.output(hidden, losses)
+
+    def first_and_last_units(self) -> tuple[nn.Module | None, nn.Module | None]:
+        """What FSDP2 shards by itself besides blocks, in the order of the forward pass.
+
+        A tied embedding is used outside of its own forward too: it stays with the rest of the model.
+        """
+        return (self.embedding if self.output is not None or not self.is_last_stage else None), self.output
 
     def stage(
         self: D, first_layer: int, end_layer: int, *, is_first: bool | None = None, is_last: bool | None = None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from spurline.config import ParallelFacts
 from spurline.models.common.costs import Cost, ModelCosts, dense_cost
@@ -31,6 +31,8 @@ class YarnConfig:
     """Pairs that rotate more often than this within original_seq_len keep their frequency."""
     beta_slow: float = 1.0
     """Pairs that rotate less often than this have their frequency divided by the whole factor."""
+    truncate: bool = True
+    """Round the two boundaries to whole pairs of channels."""
     mscale: float = 1.0
     """Scales the rotary part of queries and keys by 1 + 0.1 * mscale * log(factor)."""
     mscale_all_dim: float = 0.0
@@ -40,8 +42,8 @@ class YarnConfig:
         found = not_positive(self, "original_seq_len", "beta_slow")
         if self.factor < 1:
             found.append(f"factor must be at least 1, got {self.factor}")
-        if self.beta_fast <= self.beta_slow:
-            found.append(f"beta_fast {self.beta_fast} must be larger than beta_slow {self.beta_slow}")
+        if self.beta_fast < self.beta_slow:
+            found.append(f"beta_fast {self.beta_fast} must not be smaller than beta_slow {self.beta_slow}")
         found += [
             f"{name} must not be negative, got {getattr(self, name)}"
             for name in ("mscale", "mscale_all_dim")
@@ -64,6 +66,30 @@ class YarnConfig:
 
 
 @dataclass(frozen=True)
+class Llama3RopeConfig:
+    """RoPE scaling of Llama 3.1: low rotary frequencies are divided by the factor, high ones are kept."""
+
+    factor: float = 1.0
+    """What the lowest frequencies are divided by (1 = off)."""
+    original_seq_len: int = 8192
+    """Sequence length of the original training."""
+    low_freq_factor: float = 1.0
+    """Pairs that rotate less often than this within original_seq_len have their frequency divided by the factor."""
+    high_freq_factor: float = 4.0
+    """Pairs that rotate more often than this within original_seq_len keep their frequency."""
+
+    def problems(self) -> list[str]:
+        found = not_positive(self, "original_seq_len", "low_freq_factor")
+        if self.factor < 1:
+            found.append(f"factor must be at least 1, got {self.factor}")
+        if self.high_freq_factor <= self.low_freq_factor:
+            found.append(
+                f"high_freq_factor {self.high_freq_factor} must be larger than low_freq_factor {self.low_freq_factor}"
+            )
+        return found
+
+
+@dataclass(frozen=True)
 class DecoderConfig:
     vocab_size: int = 264
     """Size of the vocabulary; the built-in byte tokenizer uses 257 entries."""
@@ -78,6 +104,7 @@ class DecoderConfig:
     rope_theta: float = 10000.0
     """Base of the rotary frequencies."""
     yarn: YarnConfig = field(default_factory=YarnConfig)
+    llama3_rope: Llama3RopeConfig = field(default_factory=Llama3RopeConfig)
     norm_eps: float = 1e-5
     """Epsilon of RMSNorm."""
     num_heads: int = 4
@@ -90,7 +117,10 @@ class DecoderConfig:
             found += not_positive(self, "dense_hidden_dim")
         if self.rope_theta <= 1:
             found.append(f"rope_theta must be larger than 1, got {self.rope_theta}")
-        return found + [f"yarn.{problem}" for problem in self.yarn.problems()]
+        if self.yarn.factor > 1 and self.llama3_rope.factor > 1:
+            found.append("yarn.factor and llama3_rope.factor are two ways to extend the context: leave one at 1")
+        found += [f"yarn.{problem}" for problem in self.yarn.problems()]
+        return found + [f"llama3_rope.{problem}" for problem in self.llama3_rope.problems()]
 
     def moe_of_layer(self, layer: int) -> MoEConfig | None:
         """The MoE layer of block number `layer`; None where the block has a dense feed-forward."""
@@ -143,8 +173,8 @@ class DecoderConfig:
 
     def _layer_cost(self, layer: int, seq_len: int) -> Cost:
         """Attention, feed-forward or experts, and two norms."""
-        attention_flops = 3 * self.num_heads * self._key_and_value_dim() * seq_len
-        attention = dense_cost(self._attention_params() + 2 * self.dim) + Cost(0, 0, attention_flops)
+        attention_flops = Cost(0, 0, self._attention_flops(layer, seq_len))
+        attention = dense_cost(self._attention_params() + 2 * self.dim) + attention_flops
         moe = self.moe_of_layer(layer)
         if moe is None:
             return attention + dense_cost(3 * self.dim * self.dense_hidden_dim)
@@ -158,6 +188,10 @@ class DecoderConfig:
 
     def _output_flops(self) -> int:
         return 6 * self.vocab_size * self.dim
+
+    def _attention_flops(self, layer: int, seq_len: int) -> int:
+        """Forward and backward of one token's causal attention, without the matrices."""
+        return 3 * self.num_heads * self._key_and_value_dim() * seq_len
 
     def _attention_params(self) -> int:
         """The parameters of one layer's attention."""
@@ -173,10 +207,12 @@ D = TypeVar("D", bound=DecoderConfig)
 
 @dataclass(frozen=True)
 class SparseDecoderConfig(DecoderConfig):
-    """A decoder whose first blocks are dense and whose other blocks have MoE layers."""
+    """A decoder with dense blocks and blocks with MoE layers, in any pattern."""
 
     num_dense_layers: int = 0
     """Number of first blocks with a dense feed-forward instead of an MoE layer."""
+    dense_layers: tuple[int, ...] = ()
+    """Numbers of further blocks with a dense feed-forward, such as 2,4,6 for every second one of eight."""
     moe: MoEConfig = field(default_factory=MoEConfig)
 
     def problems(self) -> list[str]:
@@ -184,6 +220,12 @@ class SparseDecoderConfig(DecoderConfig):
         if not 0 <= self.num_dense_layers <= self.num_layers:
             found.append(
                 f"num_dense_layers must be between 0 and num_layers {self.num_layers}, got {self.num_dense_layers}"
+            )
+        further = list(self.dense_layers)
+        if further != sorted({layer for layer in further if self.num_dense_layers <= layer < self.num_layers}):
+            found.append(
+                "dense_layers must be rising numbers of blocks behind the first num_dense_layers"
+                f" {self.num_dense_layers} and below num_layers {self.num_layers}, got {further}"
             )
         if self.moe.dim not in (0, self.dim):
             found.append(f"moe.dim {self.moe.dim} differs from dim {self.dim}: leave it at 0 to follow the model")
@@ -196,7 +238,7 @@ class SparseDecoderConfig(DecoderConfig):
         return replace(self.moe, dim=self.dim)
 
     def moe_of_layer(self, layer: int) -> MoEConfig | None:
-        return None if layer < self.num_dense_layers else self.layer_moe()
+        return None if layer < self.num_dense_layers or layer in self.dense_layers else self.layer_moe()
 
     def with_forced_balance(self: S) -> S:
         return replace(self, moe=replace(self.moe, force_load_balance=True))
@@ -206,13 +248,29 @@ class SparseDecoderConfig(DecoderConfig):
         return replace(super().parallel_facts(), num_experts=num_experts, expert_hidden_dim=self.moe.hidden_dim)
 
     def _num_dense(self) -> int:
-        return self.num_dense_layers
+        return self.num_dense_layers + len(self.dense_layers)
 
     def _num_moe(self) -> int:
-        return self.num_layers - self.num_dense_layers
+        return self.num_layers - self._num_dense()
 
 
 S = TypeVar("S", bound=SparseDecoderConfig)
+
+
+@dataclass(frozen=True)
+class AttentionFeatures:
+    """What the grouped-query attention of a layer has besides its four matrices."""
+
+    qkv_bias: bool = False
+    """Biases of queries, keys and values."""
+    output_bias: bool = False
+    """A bias of the output."""
+    qk_norm: Literal["none", "head", "all_heads"] = "none"
+    """Normalize queries and keys: in each head by one weight for all, or over the channels of all heads together."""
+    window: int = 0
+    """How many positions a query sees, itself included (0 = all before it)."""
+    sinks: bool = False
+    """A learned logit in each head that takes part in the softmax and has no value."""
 
 
 @dataclass(frozen=True)
@@ -228,9 +286,13 @@ class GroupedQueryConfig(DecoderConfig):
         found = super().problems() + not_positive(self, "num_kv_heads", "head_dim")
         if self.num_kv_heads > 0 and self.num_heads % self.num_kv_heads:
             found.append(f"num_kv_heads {self.num_kv_heads} does not divide num_heads {self.num_heads}")
-        if self.head_dim % 2:
-            found.append(f"head_dim must be even, got {self.head_dim}")
+        if self.rope_dim % 2:
+            found.append(f"head_dim must have an even number of rotary channels, got {self.rope_dim}")
         return found
+
+    def attention_features(self, layer: int) -> AttentionFeatures:
+        """What the attention of block number `layer` has; a family with more than the four matrices overrides it."""
+        return AttentionFeatures()
 
     def parallel_facts(self) -> ParallelFacts:
         return replace(super().parallel_facts(), num_kv_heads=self.num_kv_heads)
@@ -239,8 +301,17 @@ class GroupedQueryConfig(DecoderConfig):
     def rope_dim(self) -> int:
         return self.head_dim
 
+    def _attention_flops(self, layer: int, seq_len: int) -> int:
+        """A query of causal attention sees half of the positions, or its window."""
+        window = self.attention_features(layer).window
+        return super()._attention_flops(layer, min(seq_len, 2 * window) if window else seq_len)
+
     def _attention_params(self) -> int:
-        return 2 * self.dim * (self.num_heads + self.num_kv_heads) * self.head_dim
+        features = self.attention_features(0)
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        norms = {"none": 0, "head": 2 * self.head_dim, "all_heads": queries + keys}[features.qk_norm]
+        biases = features.qkv_bias * (queries + 2 * keys) + features.output_bias * self.dim
+        return 2 * self.dim * (queries + keys) + norms + biases + features.sinks * self.num_heads
 
     def _key_and_value_dim(self) -> int:
         return 2 * self.head_dim

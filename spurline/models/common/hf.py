@@ -7,15 +7,19 @@ architecture_for(model), the one that a model is exported as. E experts, F hidde
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from math import prod
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from spurline.models.common.hf_config import TheirConfig
+from spurline.models.common.hf_values import TheirConfig
 
 Shape = tuple[int, ...]
+Present = Mapping[str, Any]
+"""The tensors of a folder of theirs by name; each has a `shape`."""
+NO_TENSORS: Present = MappingProxyType({})
 Names = Mapping[str, str | None]
 """Our name -> theirs, with {layer} for a block's number and {expert} where our tensor stacks those of all experts.
 
@@ -23,12 +27,24 @@ None: they have no such tensor. Ours is zeros after import, and must be zeros fo
 """
 
 
+class Columns(NamedTuple):
+    """Some columns of a matrix that is stored as one run of elements."""
+
+    shape: Shape
+    """The rows and columns of the whole matrix."""
+    chosen: slice
+    transposed: bool
+    """Whether the piece is the transposed matrix of the chosen columns."""
+
+
 class Piece(NamedTuple):
-    """A contiguous run of elements of one of their tensors: all of them, or those from `start` on."""
+    """Elements of one of their tensors: all of them, those from `start` on, or some columns of a matrix there."""
 
     name: str
     shape: Shape
+    """Of their whole tensor."""
     start: int = 0
+    columns: Columns | None = None
 
 
 @dataclass(frozen=True)
@@ -44,14 +60,27 @@ class Slot:
         """Elements in each of the pieces."""
         return prod(self.shape) // len(self.pieces)
 
+    def stored_size(self, piece: Piece) -> int:
+        """Elements in the run that a piece is read from."""
+        return self.piece_size if piece.columns is None else prod(piece.columns.shape)
+
 
 ROTARY_FREQUENCIES = {
     r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq": "rotary frequencies, which follow from the config"
 }
 
 
-def _only_rotary_frequencies(their_config: Mapping[str, Any], present: Collection[str]) -> dict[str, str]:
+def only_rotary_frequencies(their_config: Mapping[str, Any], present: Present) -> dict[str, str]:
     return ROTARY_FREQUENCIES
+
+
+def further_prediction_layers(their_config: Mapping[str, Any], present: Present) -> dict[str, str]:
+    """Multi-token prediction modules, stored behind the last layer; their eh_proj identifies them."""
+    num_layers, num_heads = their_config["num_hidden_layers"], their_config.get("num_nextn_predict_layers") or 0
+    layers = range(num_layers, num_layers + num_heads)
+    heads = [layer for layer in layers if f"model.layers.{layer}.eh_proj.weight" in present]
+    further = {rf"model\.layers\.{layer}\..*": "a head that predicts further tokens" for layer in heads}
+    return further | ROTARY_FREQUENCIES
 
 
 @dataclass(frozen=True)
@@ -67,12 +96,26 @@ class Architecture:
     write: Callable[[Any], dict[str, Any]]
     """Our model config -> theirs: every key that changes the computation."""
     names: Names
-    harmless: Callable[[Mapping[str, Any], Collection[str]], dict[str, str]] = _only_rotary_frequencies
+    harmless: Callable[[Mapping[str, Any], Present], dict[str, str]] = only_rotary_frequencies
     """Their config and tensor names -> tensors that may be ignored: a pattern of their names -> what they are."""
+    fused_experts: str = "model.layers.{layer}.mlp.experts."
+    """What the names of fused experts begin with."""
 
-    def slots(self, shapes: Mapping[str, Shape], present: Collection[str] = ()) -> list[Slot]:
+    def slots(self, shapes: Mapping[str, Shape], present: Present = NO_TENSORS) -> list[Slot]:
         """How the tensors of our model, by name, are stored; fused experts are the source if `present` has them."""
-        return [_slot(name, shape, self.names, present) for name, shape in shapes.items()]
+        return [self._slot(name, shape, present) for name, shape in shapes.items()]
+
+    def _slot(self, name: str, shape: Shape, present: Present) -> Slot:
+        theirs, layer = their_name(name, self.names)
+        if theirs is None:
+            return Slot(name, shape, ())
+        if "{expert}" not in theirs:
+            return Slot(name, shape, (Piece(theirs, shape),))
+        weight = EXPERT_WEIGHT_OF[name.rpartition(".")[2]]
+        if (fused := self.fused_experts.format(layer=layer) + weight.fused) in present:
+            return fused_slot(name, shape, fused, weight)
+        pieces = [Piece(theirs.format(expert=expert), shape[1:]) for expert in range(shape[0])]
+        return Slot(name, shape, tuple(pieces))
 
     def copies(self, shapes: Mapping[str, Shape]) -> dict[str, str]:
         """Their tensors that duplicate another one: the name of each copy -> that of the original in our model."""
@@ -94,6 +137,15 @@ GROUPED_QUERY_NAMES: dict[str, str | None] = {
     "layers.{layer}.attention.wk.weight": "model.layers.{layer}.self_attn.k_proj.weight",
     "layers.{layer}.attention.wv.weight": "model.layers.{layer}.self_attn.v_proj.weight",
     "layers.{layer}.attention.wo.weight": "model.layers.{layer}.self_attn.o_proj.weight",
+}
+QK_NORM_NAMES: dict[str, str | None] = {
+    "layers.{layer}.attention.q_norm.weight": "model.layers.{layer}.self_attn.q_norm.weight",
+    "layers.{layer}.attention.k_norm.weight": "model.layers.{layer}.self_attn.k_norm.weight",
+}
+QKV_BIAS_NAMES: dict[str, str | None] = {
+    "layers.{layer}.attention.wq.bias": "model.layers.{layer}.self_attn.q_proj.bias",
+    "layers.{layer}.attention.wk.bias": "model.layers.{layer}.self_attn.k_proj.bias",
+    "layers.{layer}.attention.wv.bias": "model.layers.{layer}.self_attn.v_proj.bias",
 }
 
 
@@ -133,26 +185,38 @@ SHARED_EXPERT_NAMES: dict[str, str | None] = {
     )
     for weight in EXPERT_WEIGHTS
 }
-_EXPERT_WEIGHT_OF = {weight.theirs: weight for weight in EXPERT_WEIGHTS}
+EXPERT_WEIGHT_OF = {weight.ours: weight for weight in EXPERT_WEIGHTS}
 
 
-def _slot(name: str, shape: Shape, names: Names, present: Collection[str]) -> Slot:
+def their_name(name: str, names: Names) -> tuple[str | None, str]:
+    """Their name for one of ours, with {expert} still in it, and the number of its layer ("" if it has none)."""
     layer = match[1] if (match := re.match(r"layers\.(\d+)\.", name)) else ""
     theirs = names[name.replace(f"layers.{layer}.", "layers.{layer}.", 1) if layer else name]
-    if theirs is None:
-        return Slot(name, shape, ())
-    if "{expert}" not in theirs:
-        return Slot(name, shape, (Piece(theirs.format(layer=layer), shape),))
+    return theirs and theirs.replace("{layer}", layer), layer
+
+
+def fused_slot(name: str, shape: Shape, fused: str, weight: ExpertWeight) -> Slot:
+    """Stacked matrices (E, rows, columns), each of which is one of the equal parts of the rows of a fused one."""
     num_experts, num_rows, num_columns = shape
-    prefix, _, suffix = theirs.partition("{expert}.")
-    weight = _EXPERT_WEIGHT_OF[suffix.removesuffix(".weight")]
-    if (fused := prefix.format(layer=layer) + weight.fused) in present:
-        fused_shape = num_experts, weight.num_parts * num_rows, num_columns
-        size = num_rows * num_columns
-        starts = [(expert * weight.num_parts + weight.part) * size for expert in range(num_experts)]
-        return Slot(name, shape, tuple(Piece(fused, fused_shape, start) for start in starts))
-    experts = [theirs.format(layer=layer, expert=expert) for expert in range(num_experts)]
-    return Slot(name, shape, tuple(Piece(expert, shape[1:]) for expert in experts))
+    fused_shape = num_experts, weight.num_parts * num_rows, num_columns
+    size = num_rows * num_columns
+    starts = [(expert * weight.num_parts + weight.part) * size for expert in range(num_experts)]
+    return Slot(name, shape, tuple(Piece(fused, fused_shape, start) for start in starts))
+
+
+def transposed_slot(name: str, shape: Shape, theirs: str, num_parts: int, columns: slice) -> Slot:
+    """Stacked matrices (E, rows, columns), each of which they store transposed, as some columns of a wider one."""
+    num_experts, num_rows, num_columns = shape
+    matrix = num_columns, num_parts * num_rows
+    pieces = [
+        Piece(theirs, (num_experts, *matrix), expert * prod(matrix), Columns(matrix, columns, transposed=True))
+        for expert in range(num_experts)
+    ]
+    return Slot(name, shape, tuple(pieces))
+
+
+ANY = object()
+"""For `moe_obstacles`: the architecture can express any value of the field."""
 
 
 def unlike(model: Any, only: Mapping[str, Any], architecture: str) -> list[str]:
@@ -163,3 +227,21 @@ def unlike(model: Any, only: Mapping[str, Any], architecture: str) -> list[str]:
         for name, value in only.items()
         if values[name] != value
     ]
+
+
+def moe_obstacles(model: Any, architecture: str, only: Mapping[str, Any]) -> list[str]:
+    """The same for the MoE layers: plain softmax scores and SwiGLU experts, unless `only` says otherwise."""
+    plain = {
+        "moe.score_func": "softmax",
+        "moe.num_shared_experts": 0,
+        "moe.shared_gate": False,
+        "moe.gate_bias": False,
+        "moe.route_scale": 1.0,
+        "moe.num_groups": 1,
+        "moe.score_before_experts": False,
+        "moe.force_load_balance": False,
+        "moe.router": "top_k",
+        "moe.experts": "swiglu",
+    }
+    allowed = {name: value for name, value in (plain | dict(only)).items() if value is not ANY}
+    return unlike(model, allowed, architecture)

@@ -2,81 +2,46 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-from spurline.models.common.decoder_config import DecoderConfig, YarnConfig
-
-_REQUIRED = object()
-# Keys that do not change the logits: bookkeeping, token ids, initial weights, losses and generation defaults.
-_HARMLESS = {
-    *("architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "_name_or_path", "auto_map"),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "initializer_range", "max_position_embeddings"),
-    *("return_dict", "output_attentions", "output_hidden_states", "chunk_size_feed_forward", "is_encoder_decoder"),
-    *("problem_type", "id2label", "label2id", "pretraining_tp", "ep_size"),
-    *("output_router_logits", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux"),
-}
+from spurline.models.common.decoder_config import DecoderConfig, SparseDecoderConfig
+from spurline.models.common.hf_rope import read_rope, write_rope
+from spurline.models.common.hf_values import TheirConfig
 
 
-class TheirConfig:
-    """A config.json while it is read: by the end, each of its keys was taken, checked or is known to be harmless."""
-
-    def __init__(self, content: dict[str, Any], prefix: str = "") -> None:
-        self.content = content
-        self.problems: list[str] = []
-        self.prefix = prefix
-        self._known = set(_HARMLESS)
-
-    def take(self, key: str, kind: type, default: Any = _REQUIRED, *, null: Any = _REQUIRED) -> Any:
-        """The value of `key`: `default` where it is missing, `null` (or else `default`) where it is null."""
-        self._known.add(key)
-        value = self.content.get(key, default)
-        if value is None:
-            value = default if null is _REQUIRED else null
-        if value is _REQUIRED:
-            self.problems.append(f"{self.prefix}{key} is missing")
-            return kind()
-        if kind is float and type(value) is int:
-            return float(value)
-        if value is not default and value is not null and type(value) is not kind:
-            self.problems.append(f"{self.prefix}{key} is {_shown(value)}, which is not of type {kind.__name__}")
-            return kind()
-        return value
-
-    def require(self, key: str, *supported: Any) -> None:
-        """Reject any value of `key` but the supported ones; a missing or null value is accepted."""
-        self._known.add(key)
-        value = self.content.get(key)
-        if value is not None and value not in supported:
-            choices = " or ".join(_shown(choice) for choice in supported) or "none"
-            self.problems.append(f"{self.prefix}{key} is {_shown(value)}, and Spurline has only {choices}")
-
-    def skip(self, *keys: str) -> None:
-        """Ignore keys that have no effect here."""
-        self._known |= set(keys)
-
-    def refuse_unknown(self) -> None:
-        """Reject all keys that were not read: they may change the computation. Call this last."""
-        for key, value in self.content.items():
-            if key not in self._known and value is not None:
-                self.problems.append(
-                    f"{self.prefix}{key} is {_shown(value)}, which Spurline does not know:"
-                    " remove the key if it changes nothing in the computation"
-                )
+def read_layer_types(theirs: TheirConfig, *known: str) -> list[str]:
+    """The kind of attention of each layer, as far as it is given."""
+    kinds: list[str] = theirs.take("layer_types", list, [])
+    if others := sorted({f"{kind}" for kind in kinds if kind not in known}):
+        theirs.problems.append(f"layer_types has {', '.join(others)}, and Spurline has only {' and '.join(known)}")
+    return kinds
 
 
-def read_decoder(theirs: TheirConfig, *, scales_softmax: bool = False) -> dict[str, Any]:
-    """The fields of DecoderConfig; `scales_softmax`: YaRN's mscale_all_dim also changes the softmax scale."""
+def head_dim_of(theirs: TheirConfig, fields: dict[str, Any]) -> int:
+    """The width of a head: as given, or the model's width divided by the number of heads."""
+    head_dim: int = theirs.take("head_dim", int, fields["dim"] // max(fields["num_heads"], 1))
+    return head_dim
+
+
+def read_decoder(
+    theirs: TheirConfig,
+    *,
+    scales_softmax: bool = False,
+    has_bias: bool = False,
+    rotary_fraction: float | None = None,
+) -> dict[str, Any]:
+    """The fields of DecoderConfig.
+
+    `scales_softmax`: YaRN's mscale_all_dim also changes the softmax scale. `has_bias`: the family reads attention_bias.
+    `rotary_fraction`: its default, in a family whose heads may rotate a part of their channels.
+    """
     theirs.require("hidden_act", "silu")
-    theirs.require("attention_bias", False)
+    if not has_bias:
+        theirs.require("attention_bias", False)
     theirs.require("mlp_bias", False)
     theirs.require("attention_dropout", 0, 0.0)
-    if theirs.take("quantization_config", dict, {}):
-        theirs.problems.append(
-            "quantization_config says that the weights are quantized: give a folder where they aren't"
-        )
-    rope_theta, yarn = _read_rope(theirs, scales_softmax)
-    return {
+    _read_quantization(theirs)
+    return read_rope(theirs, scales_softmax, rotary_fraction) | {
         "vocab_size": theirs.take("vocab_size", int),
         "dim": theirs.take("hidden_size", int),
         "num_layers": theirs.take("num_hidden_layers", int),
@@ -84,53 +49,41 @@ def read_decoder(theirs: TheirConfig, *, scales_softmax: bool = False) -> dict[s
         "dense_hidden_dim": theirs.take("intermediate_size", int),
         "norm_eps": theirs.take("rms_norm_eps", float, 1e-6),
         "tied_embeddings": theirs.take("tie_word_embeddings", bool, False),
-        "rope_theta": rope_theta,
-        "yarn": yarn,
     }
 
 
-def _read_rope(theirs: TheirConfig, scales_softmax: bool) -> tuple[float, YarnConfig]:
-    # Transformers 4 has rope_theta and rope_scaling, transformers 5 has both in rope_parameters.
-    theta = theirs.take("rope_theta", float, 10_000.0)
-    old, new = theirs.take("rope_scaling", dict, {}), theirs.take("rope_parameters", dict, {})
-    theirs.require("partial_rotary_factor", 1.0)
-    rope = TheirConfig(old or new, prefix="rope_scaling." if old else "rope_parameters.")
-    theta = rope.take("rope_theta", float, theta)
-    rope.require("partial_rotary_factor", 1.0)
-    kind = rope.take("rope_type", str, rope.take("type", str, "default"))
-    yarn = YarnConfig()
-    if kind == "yarn":
-        yarn = _read_yarn(rope, theirs.content.get("max_position_embeddings"), scales_softmax)
-        rope.refuse_unknown()
-    else:
-        rope.require("rope_type", "default", "yarn")
-        rope.require("type", "default", "yarn")
-        if kind == "default":
-            rope.refuse_unknown()
-    theirs.problems += rope.problems
-    return theta, yarn
+def _read_quantization(theirs: TheirConfig) -> None:
+    """Reject quantized weights that can't be read: they are dequantized, so the model does not depend on it."""
+    quantization = theirs.take("quantization_config", dict, {})
+    if not quantization:
+        return
+    section = TheirConfig(quantization, prefix="quantization_config.")
+    section.require("quant_method", "fp8", "mxfp4")
+    if section.take("quant_method", str) == "fp8":
+        section.require("fmt", "e4m3")
+        block = section.take("weight_block_size", list)
+        if len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
+            section.problems.append(f"{section.prefix}weight_block_size is {block}, which is not two sizes")
+        section.skip("activation_scheme", "modules_to_not_convert", "scale_fmt")
+        section.refuse_unknown()
+    theirs.problems += section.problems
 
 
-def _read_yarn(rope: TheirConfig, max_length: Any, scales_softmax: bool) -> YarnConfig:
-    rope.require("attention_factor")
-    rope.require("truncate", True)
-    original = rope.take("original_max_position_embeddings", int, max_length)
-    mscale, mscale_all_dim = rope.take("mscale", float, 0.0), rope.take("mscale_all_dim", float, 0.0)
-    if mscale and mscale_all_dim and not scales_softmax:
-        rope.problems.append(
-            f"{rope.prefix}mscale_all_dim is {mscale_all_dim}: in this architecture Spurline has only YaRN without it"
-        )
-    if mscale_all_dim and not mscale and scales_softmax:
-        rope.problems.append(f"{rope.prefix}mscale is missing beside mscale_all_dim {mscale_all_dim}")
-    return YarnConfig(
-        factor=rope.take("factor", float, (max_length or original or 1) / (original or 1)),
-        original_seq_len=original or 0,
-        beta_fast=rope.take("beta_fast", float, 32.0),
-        beta_slow=rope.take("beta_slow", float, 1.0),
-        # transformers ignores either of them without the other.
-        mscale=mscale if mscale and mscale_all_dim else 1.0,
-        mscale_all_dim=mscale_all_dim if mscale else 0.0,
-    )
+def read_dense_layers(theirs: TheirConfig, num_layers: int) -> dict[str, Any]:
+    """num_dense_layers and dense_layers from mlp_only_layers and decoder_sparse_step, which the Qwen families have."""
+    step = theirs.take("decoder_sparse_step", int, 1)
+    listed = theirs.take("mlp_only_layers", list, [])
+    if step < 1:
+        theirs.problems.append(f"decoder_sparse_step is {step}, which is not a number of layers")
+        return {}
+    dense = [layer for layer in range(num_layers) if layer in listed or (layer + 1) % step]
+    first = next((number for number, layer in enumerate(dense) if layer != number), len(dense))
+    return {"num_dense_layers": first, "dense_layers": tuple(dense[first:])}
+
+
+def write_dense_layers(model: SparseDecoderConfig) -> dict[str, Any]:
+    """The same pattern for them: all dense layers by number."""
+    return {"decoder_sparse_step": 1, "mlp_only_layers": [*range(model.num_dense_layers), *model.dense_layers]}
 
 
 def write_decoder(model: DecoderConfig) -> dict[str, Any]:
@@ -146,36 +99,4 @@ def write_decoder(model: DecoderConfig) -> dict[str, Any]:
         "attention_dropout": 0.0,
         "rms_norm_eps": model.norm_eps,
         "tie_word_embeddings": model.tied_embeddings,
-        "rope_theta": model.rope_theta,
-        "rope_scaling": _write_yarn(model.yarn) if model.yarn.factor > 1 else None,
-    }
-
-
-def _write_yarn(yarn: YarnConfig) -> dict[str, Any]:
-    scaling = {
-        "type": "yarn",
-        "rope_type": "yarn",
-        "factor": yarn.factor,
-        "original_max_position_embeddings": yarn.original_seq_len,
-        "beta_fast": yarn.beta_fast,
-        "beta_slow": yarn.beta_slow,
-    }
-    return scaling | ({"mscale": yarn.mscale, "mscale_all_dim": yarn.mscale_all_dim} if yarn.mscale_all_dim else {})
-
-
-def yarn_obstacles(yarn: YarnConfig, architecture: str, *, scales_softmax: bool = False) -> list[str]:
-    """What of YaRN the architecture can't express."""
-    if yarn.factor == 1 or (yarn.mscale, yarn.mscale_all_dim) == (1, 0):
-        return []
-    if scales_softmax and yarn.mscale and yarn.mscale_all_dim:
-        return []
-    without = "one without the other" if scales_softmax else "others than 1 and 0"
-    return [
-        f"model.yarn.mscale is {yarn.mscale} and model.yarn.mscale_all_dim {yarn.mscale_all_dim}:"
-        f" {architecture} can't express {without}"
-    ]
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 40 else text[:37] + "..."
+    } | write_rope(model)

@@ -1,12 +1,26 @@
-"""Seeded initial weights that depend on nothing but the seed and each parameter's name."""
+"""Seeded initial weights that depend on nothing but the seed and each parameter's name.
 
-import hashlib
+A parameter is drawn in blocks of fixed size, each from a generator keyed by the seed, the parameter's name and the
+block's place. A rank draws the blocks that overlap what it holds, so its work and memory follow its shard, and the
+values are the same in every layout.
+"""
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
+
+from spurline.comm.own_part import own_indices
+from spurline.models.common.decoder_config import DecoderConfig
+from spurline.ops.draw import KeyedGenerator, is_drawn_in_blocks
 
 INIT_STD = 0.02
+
+# Changing either changes every initial weight. Few rows suit parameters sharded by rows over many ranks, few columns
+# those sharded by columns; together they are enough numbers that the cost of a block is that of drawing them.
+BLOCK_COLUMNS = 256
+BLOCK_ELEMENTS = 64 * BLOCK_COLUMNS
 
 
 def residual_std(num_layers: int) -> float:
@@ -14,28 +28,48 @@ def residual_std(num_layers: int) -> float:
     return INIT_STD / (2 * num_layers) ** 0.5
 
 
-def fill_truncated_normal(tensor: Tensor, std: float, generator: torch.Generator | None) -> None:
-    """Fill `tensor` in place from a normal distribution truncated at three standard deviations."""
-    nn.init.trunc_normal_(tensor, std=std, a=-3 * std, b=3 * std, generator=generator)
-
-
-@torch.no_grad()
 def initialize(model: nn.Module, seed: int) -> None:
     """Give every parameter and buffer of `model` its initial value, on any device and in any sharding.
 
     A module fills its own parameters in `init_parameter(name, tensor, generator)` and its buffers in `init_buffers()`.
-    Each parameter has a generator of its own, so neither the order nor another parameter changes its value.
+    Neither the order nor another parameter changes a value. Where `init_parameter` is marked by `drawn_in_blocks`, it
+    is given one block after the other; otherwise the whole parameter, of which a rank then takes its part.
     """
+    initialize_parameters(model, seed)
+    initialize_buffers(model)
+
+
+@torch.no_grad()
+def initialize_parameters(model: nn.Module, seed: int) -> None:
+    """The parameters' part of `initialize`: all of it that a checkpoint makes superfluous."""
+    generator = KeyedGenerator()
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             _require(module, path, name, "init_parameter(name, tensor, generator)")
-            value = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
-            module.init_parameter(name, value, _generator(seed, f"{path}.{name}" if path else name))
-            _assign(parameter, value)
+            key = f"{seed} {path}.{name}" if path else f"{seed} {name}"
+            if is_drawn_in_blocks(module):
+                _draw_blocks(module, name, parameter, generator, key)
+            else:
+                _draw_whole(module, name, parameter, generator, key)
+
+
+@torch.no_grad()
+def initialize_buffers(model: nn.Module) -> None:
+    """The buffers' part of `initialize`: needed before a checkpoint is loaded too, which does not hold all of them."""
+    for path, module in model.named_modules():
         for name, _ in module.named_buffers(recurse=False):
             _require(module, path, name, "init_buffers()")
         if hasattr(module, "init_buffers"):
             module.init_buffers()
+
+
+def build_to_load(config: DecoderConfig, device: torch.device | str) -> nn.Module:
+    """The model on one device with uninitialized parameters, for weights that are about to be loaded."""
+    with torch.device("meta"):
+        model: nn.Module = config.build()
+    model.to_empty(device=device)
+    initialize_buffers(model)
+    return model
 
 
 def _require(module: nn.Module, path: str, name: str, method: str) -> None:
@@ -47,16 +81,67 @@ def _require(module: nn.Module, path: str, name: str, method: str) -> None:
         )
 
 
-def _generator(seed: int, name: str) -> torch.Generator:
-    # Python's own hash() of a string differs from process to process.
-    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-    return torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:8], "little"))
+def _draw_blocks(module: nn.Module, name: str, parameter: Tensor, generator: KeyedGenerator, key: str) -> None:
+    """Fill this rank's part of a parameter, with the memory of one block."""
+    part = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    if part.numel() == 0:
+        return
+    num_rows, num_columns = _matrix_shape(parameter)
+    row_r, column_c = _own_rows_and_columns(parameter)
+    shape = row_r.numel(), column_c.numel()
+    part_rc = part.view(shape) if part.is_contiguous() else part.new_empty(shape)
+    width = min(num_columns, BLOCK_COLUMNS)
+    height = BLOCK_ELEMENTS // width
+    column_blocks = list(_overlaps(column_c, width))
+    for row, own_rows, rows_inside in _overlaps(row_r, height):
+        for column, own_columns, columns_inside in column_blocks:
+            block = torch.empty(min(height, num_rows - row), min(width, num_columns - column), dtype=torch.float32)
+            module.init_parameter(name, block, generator.at(f"{key} {row} {column}"))  # type: ignore[operator]
+            part_rc[own_rows, own_columns] = block[rows_inside][:, columns_inside].to(part.device)
+    if not part.is_contiguous():
+        part.copy_(part_rc.view(part.shape))
+    _note_new_value(parameter)
 
 
-def _assign(parameter: Tensor, value: Tensor) -> None:
-    """Copy a full value into a parameter; every rank holds the same value, so a sharded one takes its part of it."""
+def _draw_whole(module: nn.Module, name: str, parameter: Tensor, generator: KeyedGenerator, key: str) -> None:
+    value = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
+    module.init_parameter(name, value, generator.at(key))  # type: ignore[operator]
     if isinstance(parameter, DTensor):
-        on_device = value.to(parameter.device)
-        parameter.copy_(distribute_tensor(on_device, parameter.device_mesh, parameter.placements, src_data_rank=None))
+        for dim, index in enumerate(own_indices(parameter)):
+            value = value.index_select(dim, index)
+        parameter.to_local().copy_(value)
+        _note_new_value(parameter)
     else:
         parameter.copy_(value)
+
+
+def _note_new_value(parameter: Tensor) -> None:
+    if isinstance(parameter, DTensor):  # it does not see that its part was written to
+        torch.autograd.graph.increment_version(parameter)
+
+
+def _matrix_shape(parameter: Tensor) -> tuple[int, int]:
+    """A parameter seen as a matrix: its last dim are the columns, all others the rows. A vector is one column."""
+    return (parameter.shape[:-1].numel(), parameter.shape[-1]) if parameter.ndim > 1 else (parameter.numel(), 1)
+
+
+def _own_rows_and_columns(parameter: Tensor) -> tuple[Tensor, Tensor]:
+    """Which rows and columns of that matrix this rank holds."""
+    indices = own_indices(parameter)
+    column_c = indices.pop() if parameter.ndim > 1 else torch.zeros(1, dtype=torch.int64)
+    row_r = torch.zeros(1, dtype=torch.int64)
+    for index, size in zip(indices, parameter.shape, strict=False):
+        row_r = (row_r.unsqueeze(1) * size + index).flatten()
+    return row_r, column_c
+
+
+def _overlaps(index_n: Tensor, size: int) -> Iterator[tuple[int, slice, slice | Tensor]]:
+    """The blocks that hold some of the indices: where each begins, and which indices they are: among all, and in it."""
+    block_m, count_m = torch.unique_consecutive(index_n // size, return_counts=True)
+    end = 0
+    for block, count in zip(block_m.tolist(), count_m.tolist(), strict=True):
+        own, end = slice(end, end + count), end + count
+        inside_i = index_n[own] - block * size
+        first, last = int(inside_i[0]), int(inside_i[-1])
+        # A slice is faster to copy than a list of indices.
+        yield block * size, own, slice(first, last + 1) if last - first + 1 == count else inside_i

@@ -1,31 +1,68 @@
-"""Linear layer and embedding: parameters stay in float32, and products have the dtype of the activations."""
+"""Linear layer, output matrix and embedding: products have the dtype of the activations.
 
-from typing import ClassVar
+A weight that FSDP2 has gathered in that dtype is used as it is; another one is cast for each use.
+"""
+
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from spurline.comm.gradients import local
-from spurline.models.common.init import INIT_STD, fill_truncated_normal
+from spurline.models.common.init import INIT_STD
+from spurline.ops.draw import drawn_in_blocks, fill_truncated_normal
 from spurline.ops.skinny_matmul import linear
 from spurline.parallel.tensor import TensorParallel
 
 
 class Linear(nn.Linear):
-    """Matrix product without a bias: (..., in_dim) -> (..., out_dim)."""
+    """Matrix product, with a bias if asked for: (..., in_dim) -> (..., out_dim)."""
 
-    def __init__(self, in_dim: int, out_dim: int, std: float = INIT_STD) -> None:
+    def __init__(self, in_dim: int, out_dim: int, std: float = INIT_STD, bias: bool = False) -> None:
         self.std = std  # before nn.Linear's constructor, which already fills the weight
-        super().__init__(in_dim, out_dim, bias=False)
+        super().__init__(in_dim, out_dim, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, local(self.weight).to(x.dtype))
+        y = linear(x, local(self.weight).to(x.dtype))
+        return y if self.bias is None else y + local(self.bias).to(x.dtype)
 
+    @drawn_in_blocks
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator | None) -> None:
-        fill_truncated_normal(tensor, self.std, generator)
+        if name == "bias":
+            nn.init.zeros_(tensor)
+        else:
+            fill_truncated_normal(tensor, self.std, generator)
 
     def reset_parameters(self) -> None:
-        self.init_parameter("weight", self.weight, None)
+        for name, parameter in self.named_parameters(recurse=False):
+            self.init_parameter(name, parameter, None)
+
+
+class SummedLinear(Linear):
+    """A matrix product whose parts on the ranks of tensor parallelism are summed: each adds its share of the bias."""
+
+    def __init__(self, in_dim: int, out_dim: int, std: float = INIT_STD, bias: bool = False) -> None:
+        super().__init__(in_dim, out_dim, std, bias)
+        self.tp = TensorParallel()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.bias is None or self.tp.group is None:
+            return super().forward(x)
+        share = local(self.bias).to(x.dtype) / self.tp.group.size()
+        return linear(x, local(self.weight).to(x.dtype)) + share
+
+
+class OutputMatrix(Linear):
+    """The output matrix of a language model (`lm_head` elsewhere): (B, L, D) -> (B, L, V)."""
+
+    def forward(self, x: Any, losses: Callable[[Any, Callable[[Tensor], Tensor]], Any] | None = None) -> Any:
+        """Logits; or losses(x, product), for losses that are made of several products.
+
+        FSDP2 gathers the matrix and reduces its gradient once for a call: a loss by chunks should be one call.
+        """
+        product = super().forward
+        return product(x) if losses is None else losses(x, product)
 
 
 class Embedding(nn.Embedding):
@@ -39,12 +76,15 @@ class Embedding(nn.Embedding):
         self.tp = TensorParallel()
 
     def forward(self, tokens_BL: Tensor) -> Tensor:
-        return self.tp.reduce_scatter_sequence(self.tp.embed(tokens_BL, local(self.weight)))
+        x_BLD = self.tp.embed(tokens_BL, local(self.weight))
+        # Not a view to autograd: FSDP2 warns of modules that return one.
+        return x_BLD if self.tp.group is None else self.tp.reduce_scatter_sequence(x_BLD).clone()
 
     def logits(self, x_BLD: Tensor) -> Tensor:
         """Logits of a model with tied embeddings, the product with every row: (B, L, dim) -> (B, L, rows)."""
         return linear(x_BLD, local(self.weight).to(x_BLD.dtype))
 
+    @drawn_in_blocks
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator | None) -> None:
         fill_truncated_normal(tensor, self.std, generator)
 

@@ -9,16 +9,20 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from spurline.accelerator import total_memory
+
 LossSum = Callable[[Tensor, Tensor], Tensor]
 """Logits (B, L, V) and labels (B, L) -> the loss, summed over labels."""
-MAX_LOGITS = 1 << 26
-"""Logits that are held at once: 256 MB in float32."""
+CPU_CHUNK_BYTES = 768 << 20
+"""What a chunk may take on a CPU..."""
+CHUNK_SHARE = 64
+"""... and on an accelerator: one part in so many of its memory."""
 
 
 def chunked_loss_sum(
     hidden_BLD: Tensor, labels_BL: Tensor, lm_head: Callable[[Tensor], Tensor], loss_sum: LossSum, vocab_size: int
 ) -> Tensor:
-    """loss_sum(lm_head(hidden), labels), a chunk of positions at a time.
+    """loss_sum(lm_head(hidden), labels), a chunk of positions at a time; vocab_size is this rank's part of it.
 
     The logits of a chunk are computed, reduced to their loss and freed; the backward pass computes them again. All of
     them are kept where they fit into one chunk.
@@ -28,9 +32,19 @@ def chunked_loss_sum(
         return loss_sum(lm_head(hidden_1cD), labels_1c)
 
     hidden_1TD, labels_1T = hidden_BLD.flatten(0, 1).unsqueeze(0), labels_BL.flatten().unsqueeze(0)
-    chunk = max(1, MAX_LOGITS // vocab_size)
+    chunk = positions_per_chunk(hidden_BLD.device, hidden_BLD.dtype, vocab_size)
     if hidden_1TD.shape[1] <= chunk:
         return chunk_loss(hidden_1TD, labels_1T)
     chunks = zip(hidden_1TD.split(chunk, 1), labels_1T.split(chunk, 1), strict=True)
     losses = [checkpoint(chunk_loss, *parts, use_reentrant=False, preserve_rng_state=False) for parts in chunks]
     return torch.stack(losses).sum()
+
+
+def positions_per_chunk(device: torch.device, dtype: torch.dtype, vocab_size: int) -> int:
+    """How many positions' logits fit into what a chunk may take on the device, with all that is made of them."""
+    # In float32 the log-probabilities and their gradient; in the dtype of the model the logits and, if it is another,
+    # their float32 copy and their gradient.
+    bytes_per_logit = 12 if dtype.itemsize >= 4 else 12 + 2 * dtype.itemsize
+    memory = total_memory(device)
+    num_bytes = CPU_CHUNK_BYTES if memory is None else memory // CHUNK_SHARE
+    return max(1, num_bytes // (bytes_per_logit * vocab_size))

@@ -1,17 +1,22 @@
 """RMSNorm, computed in at least float32."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import Function, once_differentiable
 
+from spurline.comm.collectives import all_reduce_sum, copy_to_group
 from spurline.comm.gradients import local
+from spurline.ops.draw import drawn_in_blocks
+from spurline.parallel.tensor import TensorParallel
 
 
 class RMSNorm(nn.Module):
     """Scale each row to a root mean square of one, then by a learned weight: (..., dim) -> (..., dim)."""
+
+    keeps_float32: ClassVar = True  # its weight, in whatever dtype FSDP2 gathers others
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
@@ -23,8 +28,29 @@ class RMSNorm(nn.Module):
         dtype = torch.promote_types(x.dtype, torch.float32)
         return rms_norm(x.to(dtype), local(self.weight).to(dtype), self.eps).to(x.dtype)
 
+    @drawn_in_blocks
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator | None) -> None:
         tensor.fill_(1)
+
+
+class AllHeadsNorm(RMSNorm):
+    """RMSNorm over the channels of all heads; under tensor parallelism a rank has those of some of them."""
+
+    tensor_parallel_dims: ClassVar = {"weight": 0}
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__(dim, eps)
+        self.tp = TensorParallel()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.tp.group is None:
+            return super().forward(x)
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        lifted = x.to(dtype)
+        # Every rank uses the sum for its own channels, so its gradient is summed too.
+        square = copy_to_group(all_reduce_sum(lifted.square().sum(-1, keepdim=True), self.tp.group), self.tp.group)
+        scale = (square / self.dim + self.eps).rsqrt()
+        return (lifted * scale * local(self.weight).to(dtype)).to(x.dtype)
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:

@@ -27,13 +27,16 @@ def debug_run(model: M) -> RunConfig[M]:
     )
 
 
-def full_size_run(model: M, lr: float, seq_len: int = 4096) -> RunConfig[M]:
-    """A starting point for many GPUs: bfloat16, one sequence a rank, selective activation checkpointing."""
+def full_size_run(model: M, lr: float, seq_len: int = 4096, resend_rows: bool = False) -> RunConfig[M]:
+    """A starting point for many GPUs: bfloat16, one sequence a rank, selective activation checkpointing.
+
+    resend_rows: for models whose experts' rows would not fit, if they were all kept.
+    """
     return RunConfig(
         model=model,
         training=Training(steps=10_000, seq_len=seq_len, local_batch_size=1, dtype="bfloat16"),
         optimizer=Optimizer(lr=lr),
         lr_scheduler=LRScheduler(warmup_steps=500, decay_ratio=0.2, min_lr_factor=0.1),
-        activation_checkpoint=ActivationCheckpoint(mode="selective"),
+        activation_checkpoint=ActivationCheckpoint(mode="selective_resend" if resend_rows else "selective"),
         checkpoint=Checkpoint(interval=500),
     )

@@ -12,23 +12,40 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
-from spurline.models.common.decoder_config import YarnConfig
+from spurline.models.common.decoder_config import Llama3RopeConfig, YarnConfig
 
 Rope = tuple[Tensor, Tensor]
 """Cosine and sine of every pair's angle: two of (L, P), or of (B, L, P) if positions differ within a batch."""
 
 
-def rope_frequencies(dim: int, theta: float, device: torch.device, yarn: YarnConfig | None = None) -> Tensor:
+def rope_frequencies(
+    dim: int,
+    theta: float,
+    device: torch.device,
+    yarn: YarnConfig | None = None,
+    llama3: Llama3RopeConfig | None = None,
+) -> Tensor:
     """The rotary frequency of each of the dim / 2 pairs, theta ** (-2i / dim): (P,)."""
     frequency_P = theta ** (-torch.arange(0, dim, 2, device=device, dtype=torch.float32) / dim)
-    if yarn is None or yarn.factor == 1:
-        return frequency_P
-    first = max(math.floor(_pair_that_rotates(yarn.beta_fast, dim, theta, yarn)), 0)
-    last = min(math.ceil(_pair_that_rotates(yarn.beta_slow, dim, theta, yarn)), dim - 1)
     # From 0 at the pairs that keep their frequency to 1 at those whose frequency is divided by the whole factor.
+    if yarn is not None and yarn.factor > 1:
+        slowed_P = _slowed_by_yarn(dim, theta, device, yarn)
+        return frequency_P * (1 - slowed_P + slowed_P / yarn.factor)
+    if llama3 is not None and llama3.factor > 1:
+        times_P = frequency_P * (llama3.original_seq_len / (2 * math.pi))
+        span = llama3.high_freq_factor - llama3.low_freq_factor
+        slowed_P = ((llama3.high_freq_factor - times_P) / span).clamp(0, 1)
+        return frequency_P * (1 - slowed_P + slowed_P / llama3.factor)
+    return frequency_P
+
+
+def _slowed_by_yarn(dim: int, theta: float, device: torch.device, yarn: YarnConfig) -> Tensor:
+    first, last = (_pair_that_rotates(beta, dim, theta, yarn) for beta in (yarn.beta_fast, yarn.beta_slow))
+    if yarn.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
     pair_P = torch.arange(dim // 2, device=device, dtype=torch.float32)
-    slowed_P = ((pair_P - first) / max(last - first, 1e-3)).clamp(0, 1)
-    return frequency_P * (1 - slowed_P + slowed_P / yarn.factor)
+    return ((pair_P - first) / max(last - first, 1e-3)).clamp(0, 1)
 
 
 def _pair_that_rotates(times: float, dim: int, theta: float, yarn: YarnConfig) -> float:
@@ -36,9 +53,16 @@ def _pair_that_rotates(times: float, dim: int, theta: float, yarn: YarnConfig) -
     return dim * math.log(yarn.original_seq_len / (2 * math.pi * times)) / (2 * math.log(theta))
 
 
-def rope_tables(positions_L: Tensor, dim: int, theta: float, yarn: YarnConfig | None = None) -> Rope:
+def rope_tables(
+    positions_L: Tensor,
+    dim: int,
+    theta: float,
+    yarn: YarnConfig | None = None,
+    llama3: Llama3RopeConfig | None = None,
+) -> Rope:
     """Cosine and sine of every pair's angle at each position: (L,) or (B, L) -> two of (.., L, P), float32."""
-    angle_LP = positions_L.float().unsqueeze(-1) * rope_frequencies(dim, theta, positions_L.device, yarn)
+    frequency_P = rope_frequencies(dim, theta, positions_L.device, yarn, llama3)
+    angle_LP = positions_L.float().unsqueeze(-1) * frequency_P
     scale = 1.0 if yarn is None else yarn.rotated_scale
     return angle_LP.cos() * scale, angle_LP.sin() * scale
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from spurline.config import LRScheduler, Optimizer, RunConfig, Training
@@ -167,7 +167,7 @@ def deepseek_v3_236b() -> RunConfig[DeepSeekV3Config]:
             aux_loss_weight=3e-3,
         ),
     )
-    return full_size_run(model, lr=2.4e-4)
+    return full_size_run(model, lr=2.4e-4, resend_rows=True)
 
 
 def deepseek_v3_671b() -> RunConfig[DeepSeekV3Config]:
@@ -196,9 +196,38 @@ def deepseek_v3_671b() -> RunConfig[DeepSeekV3Config]:
             aux_loss_weight=1e-4,
         ),
     )
-    return full_size_run(model, lr=2.2e-4)
+    return full_size_run(model, lr=2.2e-4, resend_rows=True)
+
+
+def kimi_k2() -> RunConfig[DeepSeekV3Config]:
+    """Kimi K2: 384 experts, 8 a token, half as many heads as DeepSeek-V3 and one dense layer."""
+    model = _published(
+        vocab_size=163_840,
+        dim=7168,
+        num_layers=61,
+        num_dense_layers=1,
+        dense_hidden_dim=18_432,
+        num_heads=64,
+        q_lora_rank=1536,
+        yarn_mscale=1.0,
+        rope_theta=50_000.0,
+        moe=MoEConfig(
+            hidden_dim=2048,
+            num_experts=384,
+            top_k=8,
+            num_shared_experts=1,
+            score_func="sigmoid",
+            route_norm=True,
+            route_scale=2.827,
+            bias_update_rate=1e-3,
+            aux_loss="sequence",
+            aux_loss_weight=1e-4,
+        ),
+    )
+    return full_size_run(replace(model, yarn=replace(model.yarn, factor=32.0, beta_fast=1.0)), lr=2e-4)
 
 
 CONFIGS: dict[str, Callable[[], RunConfig[Any]]] = {
-    preset.__name__: preset for preset in (deepseek_v3_debugmodel, deepseek_v3_16b, deepseek_v3_236b, deepseek_v3_671b)
+    preset.__name__: preset
+    for preset in (deepseek_v3_debugmodel, deepseek_v3_16b, deepseek_v3_236b, deepseek_v3_671b, kimi_k2)
 }

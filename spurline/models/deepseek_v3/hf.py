@@ -7,21 +7,26 @@ selection bias, doesn't normalize weights, and scores a group by its best expert
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from spurline.models.common.hf import (
+    ANY,
     DECODER_NAMES,
     EXPERT_NAMES,
-    ROTARY_FREQUENCIES,
+    NO_TENSORS,
     SHARED_EXPERT_NAMES,
     Architecture,
+    Present,
     Shape,
     Slot,
-    unlike,
+    further_prediction_layers,
+    moe_obstacles,
 )
-from spurline.models.common.hf_config import TheirConfig, read_decoder, write_decoder, yarn_obstacles
+from spurline.models.common.hf_config import read_decoder, write_decoder
+from spurline.models.common.hf_rope import yarn_obstacles
+from spurline.models.common.hf_values import TheirConfig
 from spurline.models.deepseek_v3.configs import DeepSeekV3Config
 from spurline.moe.config import MoEConfig
 
@@ -56,7 +61,7 @@ _COPIES = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head
 
 
 class _V3Architecture(Architecture):
-    def slots(self, shapes: Mapping[str, Shape], present: Collection[str] = ()) -> list[Slot]:
+    def slots(self, shapes: Mapping[str, Shape], present: Present = NO_TENSORS) -> list[Slot]:
         """Prediction module k is their layer num_layers + k; its copies of embedding and output matrix are ignored."""
         num_layers = len({name.split(".")[1] for name in shapes if name.startswith("layers.")})
 
@@ -132,11 +137,10 @@ def _read_v3(theirs: TheirConfig) -> DeepSeekV3Config:
 def _shared_obstacles(model: DeepSeekV3Config, architecture: str, only: dict[str, Any]) -> list[str]:
     only = {
         "norm_eps": _LATENT_NORM_EPS,
-        "moe.router": "top_k",
-        "moe.score_before_experts": False,
-        "moe.force_load_balance": False,
+        "dense_layers": (),
+        **dict.fromkeys(("moe.score_func", "moe.num_shared_experts", "moe.route_scale", "moe.num_groups"), ANY),
     } | only
-    found = yarn_obstacles(model.yarn, architecture, scales_softmax=True) + unlike(model, only, architecture)
+    found = yarn_obstacles(model.yarn, architecture, scales_softmax=True) + moe_obstacles(model, architecture, only)
     if model.moe.num_shared_experts < 1:
         found.append(f"model.moe.num_shared_experts is 0, and {architecture} needs at least 1")
     return found
@@ -183,20 +187,8 @@ def _write_v3(model: DeepSeekV3Config) -> dict[str, Any]:
     return _write_shared(model) | {"topk_method": "noaux_tc", "num_nextn_predict_layers": model.num_mtp_layers}
 
 
-def _harmless_v3(their_config: Mapping[str, Any], present: Collection[str]) -> dict[str, str]:
-    """Multi-token prediction modules, stored behind the last layer; their eh_proj identifies them."""
-    num_layers, num_heads = their_config["num_hidden_layers"], their_config.get("num_nextn_predict_layers") or 0
-    heads = [number for number in range(num_layers, num_layers + num_heads) if _is_prediction_head(number, present)]
-    further = {rf"model\.layers\.{number}\..*": "a head that predicts further tokens" for number in heads}
-    return further | ROTARY_FREQUENCIES
-
-
-def _is_prediction_head(layer: int, present: Collection[str]) -> bool:
-    return f"model.layers.{layer}.eh_proj.weight" in present
-
-
 V2 = Architecture(_V2, "deepseek_v2", _read_v2, _v2_obstacles, _write_v2, _NAMES_V2)
-V3 = _V3Architecture(_V3, "deepseek_v3", _read_v3, _v3_obstacles, _write_v3, _NAMES_V3, _harmless_v3)
+V3 = _V3Architecture(_V3, "deepseek_v3", _read_v3, _v3_obstacles, _write_v3, _NAMES_V3, further_prediction_layers)
 ARCHITECTURES = (V2, V3)
 
 

@@ -55,20 +55,17 @@ class DeepSeekV3(Decoder):
     def loss(
         self, hidden_BLD: Tensor, tokens_BL: Tensor, labels_BL: Tensor, loss_sum: LossSum, **extras: Any
     ) -> Tensor:
-        loss = super().loss(hidden_BLD, tokens_BL, labels_BL, loss_sum)
         if not self.mtp or not self.training:
-            return loss
-        return loss + self.mtp_loss_sum(hidden_BLD, tokens_BL, labels_BL, loss_sum, **extras)
+            return super().loss(hidden_BLD, tokens_BL, labels_BL, loss_sum)
+        ahead = self.mtp_hidden_states(hidden_BLD, tokens_BL, **extras)
+        labels = [labels_BL[:, k:] for k in range(len(ahead) + 1)]
+        loss, *losses = self.loss_sums([hidden_BLD, *ahead], labels, loss_sum)
+        return loss + self.config.mtp_loss_weight * torch.stack(losses).mean()
 
-    def mtp_loss_sum(
-        self,
-        hidden_BLD: Tensor,
-        tokens_BL: Tensor,
-        labels_BL: Tensor,
-        loss_sum: LossSum,
-        documents_BL: Tensor | None = None,
-    ) -> Tensor:
-        """The weighted loss of the prediction modules: last hidden state (B, L, D), tokens and labels (B, L).
+    def mtp_hidden_states(
+        self, hidden_BLD: Tensor, tokens_BL: Tensor, documents_BL: Tensor | None = None
+    ) -> list[Tensor]:
+        """What the prediction modules make of the last hidden state (B, L, D): module k has L - k positions.
 
         Module k, from 1 on, reads at position i the hidden state of the module before it (or of the model) and the
         embedding of token i + k, to predict the token after that one. The last k positions have no such token: they are
@@ -79,15 +76,15 @@ class DeepSeekV3(Decoder):
                 f"sequences of {tokens_BL.shape[1]} tokens are too short for model.num_mtp_layers {len(self.mtp)}:"
                 " raise training.seq_len"
             )
-        losses = []
+        found = []
         for k, module in enumerate(self.mtp.values(), 1):
             length = tokens_BL.shape[1] - k
             own_documents_BL = None if documents_BL is None else documents_BL[:, :length]
             context = self.block_context(tokens_BL[:, :length], documents_BL=own_documents_BL)
             x_BlD = module(self._own_positions(hidden_BLD[:, :length]), self.embed(tokens_BL[:, k:]), context)
             hidden_BLD = self.tp.all_gather_sequence(x_BlD, length)
-            losses.append(self.chunked_loss_sum(hidden_BLD, labels_BL[:, k:], loss_sum))
-        return self.config.mtp_loss_weight * torch.stack(losses).mean()
+            found.append(hidden_BLD)
+        return found
 
     def _own_positions(self, x_BLD: Tensor) -> Tensor:
         """This rank's part of positions that every rank of the tp group has: (B, L, D) -> (B, l, D)."""

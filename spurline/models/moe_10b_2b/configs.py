@@ -51,16 +51,11 @@ def moe_10b_2b() -> RunConfig[DeepSeekV3Config]:
 
 
 def moe_10b_2b_sdpa() -> RunConfig[DeepSeekV3Config]:
-    """The same by another name: attention is torch's scaled_dot_product_attention in both."""
-    return moe_10b_2b()
-
-
-def moe_10b_2b_vocab_256k() -> RunConfig[DeepSeekV3Config]:
-    """The same with a vocabulary of 256,128."""
+    """The same with a vocabulary of 256,128; attention is torch's scaled_dot_product_attention in both."""
     run = moe_10b_2b()
     return replace(run, model=replace(run.model, vocab_size=256_128))
 
 
 CONFIGS: dict[str, Callable[[], RunConfig[Any]]] = {
-    preset.__name__: preset for preset in (moe_10b_2b_debugmodel, moe_10b_2b, moe_10b_2b_sdpa, moe_10b_2b_vocab_256k)
+    preset.__name__: preset for preset in (moe_10b_2b_debugmodel, moe_10b_2b, moe_10b_2b_sdpa)
 }

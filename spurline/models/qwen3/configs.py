@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from spurline.config import RunConfig
-from spurline.models.common.decoder_config import GroupedQueryConfig, SparseDecoderConfig
+from spurline.models.common.decoder_config import AttentionFeatures, GroupedQueryConfig, SparseDecoderConfig
 from spurline.models.common.presets import debug_run, full_size_run
 from spurline.moe.config import MoEConfig
 
@@ -24,9 +24,8 @@ class Qwen3Config(GroupedQueryConfig):
 
         return Qwen3(self)
 
-    def _attention_params(self) -> int:
-        norms_of_query_and_key = 2 * self.head_dim
-        return super()._attention_params() + norms_of_query_and_key
+    def attention_features(self, layer: int) -> AttentionFeatures:
+        return AttentionFeatures(qk_norm="head")
 
 
 @dataclass(frozen=True)

@@ -4,28 +4,36 @@ from __future__ import annotations
 
 from typing import Any
 
-from spurline.models.common.hf import DECODER_NAMES, EXPERT_NAMES, GROUPED_QUERY_NAMES, Architecture, unlike
-from spurline.models.common.hf_config import TheirConfig, read_decoder, write_decoder, yarn_obstacles
+from spurline.models.common.hf import (
+    DECODER_NAMES,
+    EXPERT_NAMES,
+    GROUPED_QUERY_NAMES,
+    QK_NORM_NAMES,
+    Architecture,
+    moe_obstacles,
+)
+from spurline.models.common.hf_config import (
+    head_dim_of,
+    read_decoder,
+    read_dense_layers,
+    read_layer_types,
+    write_decoder,
+    write_dense_layers,
+)
+from spurline.models.common.hf_rope import yarn_obstacles
+from spurline.models.common.hf_values import TheirConfig
 from spurline.models.qwen3.configs import Qwen3Config, Qwen3MoEConfig
 from spurline.moe.config import MoEConfig
 
 _DENSE, _SPARSE = "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"
-_NAMES = (
-    DECODER_NAMES
-    | GROUPED_QUERY_NAMES
-    | {
-        "layers.{layer}.attention.q_norm.weight": "model.layers.{layer}.self_attn.q_norm.weight",
-        "layers.{layer}.attention.k_norm.weight": "model.layers.{layer}.self_attn.k_norm.weight",
-    }
-)
+_NAMES = DECODER_NAMES | GROUPED_QUERY_NAMES | QK_NORM_NAMES
 
 
 def _read_shared(theirs: TheirConfig) -> dict[str, Any]:
     fields = read_decoder(theirs)
     theirs.require("use_sliding_window", False)
     theirs.skip("sliding_window", "max_window_layers")  # which mean nothing without it
-    if any(kind != "full_attention" for kind in theirs.take("layer_types", list, [])):
-        theirs.problems.append("layer_types has other layers than full_attention, which is all that Spurline has")
+    read_layer_types(theirs, "full_attention")
     fields["num_kv_heads"] = theirs.take("num_key_value_heads", int)
     return fields
 
@@ -36,10 +44,7 @@ def _read_dense(theirs: TheirConfig) -> Qwen3Config:
 
 def _read_sparse(theirs: TheirConfig) -> Qwen3MoEConfig:
     fields = _read_shared(theirs)
-    theirs.require("decoder_sparse_step", 1)
-    dense_layers = sorted(theirs.take("mlp_only_layers", list, []))
-    if dense_layers != list(range(len(dense_layers))):
-        theirs.problems.append(f"mlp_only_layers is {dense_layers}, and Spurline has dense layers only at the start")
+    fields |= read_dense_layers(theirs, fields["num_layers"])
     experts_key = "num_local_experts" if "num_local_experts" in theirs.content else "num_experts"
     moe = MoEConfig(
         hidden_dim=theirs.take("moe_intermediate_size", int),
@@ -47,8 +52,7 @@ def _read_sparse(theirs: TheirConfig) -> Qwen3MoEConfig:
         top_k=theirs.take("num_experts_per_tok", int),
         route_norm=theirs.take("norm_topk_prob", bool, False),
     )
-    head_dim = theirs.take("head_dim", int, fields["dim"] // max(fields["num_heads"], 1))
-    return Qwen3MoEConfig(**fields, head_dim=head_dim, num_dense_layers=len(dense_layers), moe=moe)
+    return Qwen3MoEConfig(**fields, head_dim=head_dim_of(theirs, fields), moe=moe)
 
 
 def _dense_obstacles(model: Qwen3Config) -> list[str]:
@@ -56,16 +60,7 @@ def _dense_obstacles(model: Qwen3Config) -> list[str]:
 
 
 def _sparse_obstacles(model: Qwen3MoEConfig) -> list[str]:
-    only = {
-        "moe.score_func": "softmax",
-        "moe.num_shared_experts": 0,
-        "moe.route_scale": 1.0,
-        "moe.num_groups": 1,
-        "moe.score_before_experts": False,
-        "moe.force_load_balance": False,
-        "moe.router": "top_k",
-    }
-    return yarn_obstacles(model.yarn, _SPARSE) + unlike(model, only, _SPARSE)
+    return yarn_obstacles(model.yarn, _SPARSE) + moe_obstacles(model, _SPARSE, {})
 
 
 def _write_dense(model: Qwen3Config) -> dict[str, Any]:
@@ -74,14 +69,16 @@ def _write_dense(model: Qwen3Config) -> dict[str, Any]:
 
 
 def _write_sparse(model: Qwen3MoEConfig) -> dict[str, Any]:
-    return _write_dense(model) | {
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": list(range(model.num_dense_layers)),
-        "moe_intermediate_size": model.moe.hidden_dim,
-        "num_experts": model.moe.num_experts,
-        "num_experts_per_tok": model.moe.top_k,
-        "norm_topk_prob": model.moe.route_norm,
-    }
+    return (
+        _write_dense(model)
+        | write_dense_layers(model)
+        | {
+            "moe_intermediate_size": model.moe.hidden_dim,
+            "num_experts": model.moe.num_experts,
+            "num_experts_per_tok": model.moe.top_k,
+            "norm_topk_prob": model.moe.route_norm,
+        }
+    )
 
 
 ARCHITECTURES = (

@@ -1,25 +1,40 @@
-"""Dense Qwen3-VL checkpoints of Hugging Face: a text model and a vision encoder, each with a config of its own.
+"""Qwen3-VL checkpoints of Hugging Face: a text model and a vision encoder, each with a config of its own.
 
-The class with experts stores all experts of a layer in one transposed tensor: it is neither imported nor exported.
+The class with experts stores all experts of a layer in one tensor: transposed, as published, which is how they are
+written here, or as `transformers` has them in memory and saves them. It reads both.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from spurline.data.patch_sizes import FRAMES, MERGE, PATCH_SIZE
-from spurline.models.common.hf import Architecture, Piece, Shape, Slot, unlike
-from spurline.models.common.hf_config import TheirConfig, read_decoder, write_decoder
+from spurline.models.common.hf import (
+    EXPERT_WEIGHT_OF,
+    NO_TENSORS,
+    Architecture,
+    Piece,
+    Present,
+    Shape,
+    Slot,
+    fused_slot,
+    moe_obstacles,
+    transposed_slot,
+    unlike,
+)
+from spurline.models.common.hf_config import read_decoder, read_dense_layers, write_decoder, write_dense_layers
+from spurline.models.common.hf_values import TheirConfig
 from spurline.models.qwen3.hf import ARCHITECTURES as QWEN3
 from spurline.models.qwen3_vl.configs import Qwen3VLConfig, Qwen3VLMoEConfig, VisionConfig
+from spurline.moe.config import MoEConfig
 
-_DENSE = "Qwen3VLForConditionalGeneration"
+_DENSE, _SPARSE = "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"
 _TEXT_NAMES = {
-    ours: theirs and theirs.replace("model.", "model.language_model.", 1) for ours, theirs in QWEN3[0].names.items()
+    ours: theirs and theirs.replace("model.", "model.language_model.", 1) for ours, theirs in QWEN3[1].names.items()
 }
 # Ours -> theirs, in this order.
 _VISION_NAMES = {
@@ -35,6 +50,7 @@ _VISION_NAMES = {
     r"\.attention\.wo\.": ".attn.proj.",
     r"\.w([12])\.": r".linear_fc\1.",
 }
+_NO_SCALING = {"yarn.factor": 1.0, "llama3_rope.factor": 1.0}
 _PATCH_SHAPE = (3, FRAMES, PATCH_SIZE, PATCH_SIZE)  # their patches are those of a convolution
 _TOKEN_IDS = {
     "image_token_id": 151_655,
@@ -48,10 +64,24 @@ _TOKEN_IDS = {
 class _WithVision(Architecture):
     """The tensors of the text model and of the vision encoder."""
 
-    def slots(self, shapes: Mapping[str, Shape], present: Collection[str] = ()) -> list[Slot]:
+    def slots(self, shapes: Mapping[str, Shape], present: Present = NO_TENSORS) -> list[Slot]:
         text = {name: shape for name, shape in shapes.items() if not name.startswith("vision.")}
         vision = {name: shape for name, shape in shapes.items() if name.startswith("vision.")}
         return super().slots(text, present) + [_vision_slot(name, shape) for name, shape in vision.items()]
+
+    def _slot(self, name: str, shape: Shape, present: Present) -> Slot:
+        owner, _, ours = name.rpartition(".")
+        if not owner.endswith(".moe.experts"):
+            return super()._slot(name, shape, present)
+        weight = EXPERT_WEIGHT_OF[ours]
+        fused = f"model.language_model.layers.{owner.split('.')[1]}.mlp.experts.{weight.fused}"
+        num_experts, num_rows, num_columns = shape
+        as_in_memory = num_experts, weight.num_parts * num_rows, num_columns
+        is_square = as_in_memory[1] == num_columns  # which transformers takes for its own form
+        if is_square or (fused in present and tuple(present[fused].shape) == as_in_memory):
+            return fused_slot(name, shape, fused, weight)
+        first = weight.part * num_rows
+        return transposed_slot(name, shape, fused, weight.num_parts, slice(first, first + num_rows))
 
 
 def _vision_slot(name: str, shape: Shape) -> Slot:
@@ -62,19 +92,44 @@ def _vision_slot(name: str, shape: Shape) -> Slot:
     return Slot(name, shape, (Piece(theirs, their_shape),))
 
 
-def _read(theirs: TheirConfig) -> Qwen3VLConfig:
+def _read_dense(theirs: TheirConfig) -> Qwen3VLConfig:
+    return Qwen3VLConfig(**_read_shared(theirs))
+
+
+def _read_sparse(theirs: TheirConfig) -> Qwen3VLMoEConfig:
+    return Qwen3VLMoEConfig(**_read_shared(theirs, _read_experts))
+
+
+def _read_experts(text: TheirConfig, fields: dict[str, Any]) -> dict[str, Any]:
+    text.require("norm_topk_prob", True)
+    text.require("sliding_window")
+    experts_key = "num_local_experts" if "num_local_experts" in text.content else "num_experts"
+    moe = MoEConfig(
+        hidden_dim=text.take("moe_intermediate_size", int),
+        num_experts=text.take(experts_key, int),
+        top_k=text.take("num_experts_per_tok", int),
+        route_norm=True,
+    )
+    return read_dense_layers(text, fields["num_layers"]) | {"moe": moe}
+
+
+def _read_shared(
+    theirs: TheirConfig, read_more: Callable[[TheirConfig, dict[str, Any]], dict[str, Any]] | None = None
+) -> dict[str, Any]:
     content = theirs.take("text_config", dict)
     text = TheirConfig(_without_sections(content), prefix="text_config.")
     fields = read_decoder(text)
     fields["num_kv_heads"] = text.take("num_key_value_heads", int)
     fields["head_dim"] = text.take("head_dim", int, 128)
     fields["tied_embeddings"] = theirs.take("tie_word_embeddings", bool, fields["tied_embeddings"])
+    if read_more is not None:
+        fields |= read_more(text, fields)
     text.refuse_unknown()
     vision = TheirConfig(theirs.take("vision_config", dict), prefix="vision_config.")
-    model = Qwen3VLConfig(**fields, mrope_section=_section(content), vision=_read_vision(vision, fields["dim"]))
+    fields |= {"mrope_section": _section(content), "vision": _read_vision(vision, fields["dim"])}
     theirs.skip(*_TOKEN_IDS)
     theirs.problems += text.problems + vision.problems
-    return model
+    return fields
 
 
 def _section(content: Mapping[str, Any]) -> tuple[int, int, int]:
@@ -115,10 +170,25 @@ def _read_vision(theirs: TheirConfig, text_dim: int) -> VisionConfig:
     return vision
 
 
-def _obstacles(model: Qwen3VLConfig) -> list[str]:
-    if isinstance(model, Qwen3VLMoEConfig):
-        return ["model: Spurline does not write Qwen3-VL with experts in the form of Hugging Face"]
-    return unlike(model, {"yarn.factor": 1.0}, _DENSE)
+def _dense_obstacles(model: Qwen3VLConfig) -> list[str]:
+    return unlike(model, _NO_SCALING, _DENSE)
+
+
+def _sparse_obstacles(model: Qwen3VLMoEConfig) -> list[str]:
+    return unlike(model, _NO_SCALING, _SPARSE) + moe_obstacles(model, _SPARSE, {"moe.route_norm": True})
+
+
+def _write_sparse(model: Qwen3VLMoEConfig) -> dict[str, Any]:
+    written = _write(model)
+    written["text_config"] |= write_dense_layers(model) | {
+        "model_type": "qwen3_vl_moe_text",
+        "moe_intermediate_size": model.moe.hidden_dim,
+        "num_experts": model.moe.num_experts,
+        "num_experts_per_tok": model.moe.top_k,
+        "norm_topk_prob": True,
+    }
+    written["vision_config"]["model_type"] = "qwen3_vl_moe"
+    return written
 
 
 def _write(model: Qwen3VLConfig) -> dict[str, Any]:
@@ -152,8 +222,11 @@ def _write(model: Qwen3VLConfig) -> dict[str, Any]:
     }
 
 
-ARCHITECTURES = (_WithVision(_DENSE, "qwen3_vl", _read, _obstacles, _write, _TEXT_NAMES),)
+ARCHITECTURES = (
+    _WithVision(_DENSE, "qwen3_vl", _read_dense, _dense_obstacles, _write, _TEXT_NAMES),
+    _WithVision(_SPARSE, "qwen3_vl_moe", _read_sparse, _sparse_obstacles, _write_sparse, _TEXT_NAMES),
+)
 
 
 def architecture_for(model: Qwen3VLConfig) -> Architecture:
-    return ARCHITECTURES[0]
+    return ARCHITECTURES[isinstance(model, Qwen3VLMoEConfig)]

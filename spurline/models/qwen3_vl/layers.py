@@ -1,12 +1,15 @@
 """Layers of the vision encoder that the text model does not have: biases, LayerNorm, position embeddings."""
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spurline.comm.gradients import local
-from spurline.models.common.init import INIT_STD, fill_truncated_normal
+from spurline.models.common.init import INIT_STD
 from spurline.models.common.linear import Linear
+from spurline.ops.draw import drawn_in_blocks, fill_truncated_normal
 
 
 class BiasedLinear(Linear):
@@ -19,6 +22,7 @@ class BiasedLinear(Linear):
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, local(self.weight).to(x.dtype), local(self.bias).to(x.dtype))
 
+    @drawn_in_blocks
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator | None) -> None:
         if name == "bias":
             tensor.zero_()
@@ -28,6 +32,8 @@ class BiasedLinear(Linear):
 
 class LayerNorm(nn.Module):
     """LayerNorm: each row to zero mean and unit variance, then a learned scale and shift."""
+
+    keeps_float32: ClassVar = True  # its parameters, in whatever dtype FSDP2 gathers others
 
     def __init__(self, dim: int, eps: float = 1e-6) -> None:
         super().__init__()
@@ -42,6 +48,7 @@ class LayerNorm(nn.Module):
         weight, bias = local(self.weight).to(dtype), local(self.bias).to(dtype)
         return F.layer_norm(x.to(dtype), (self.dim,), weight, bias, self.eps).to(x.dtype)
 
+    @drawn_in_blocks
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator | None) -> None:
         tensor.fill_(1.0 if name == "weight" else 0.0)
 
@@ -58,5 +65,6 @@ class PositionTable(nn.Module):
         """Bilinear interpolation: the weighted sum of four points of the grid."""
         return (F.embedding(point_N4, local(self.weight)) * share_N4.unsqueeze(-1)).sum(1)
 
+    @drawn_in_blocks
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator | None) -> None:
         fill_truncated_normal(tensor, INIT_STD, generator)
