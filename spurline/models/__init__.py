@@ -13,7 +13,12 @@ from spurline.registry import register
 _FAMILIES: dict[str, str] = {
     "agpt": "spurline.models.agpt",
     "deepseek_v3": "spurline.models.deepseek_v3",
+    "glm4_moe": "spurline.models.glm4_moe",
+    "gpt_oss": "spurline.models.gpt_oss",
+    "mixtral": "spurline.models.mixtral",
     "moe_10b_2b": "spurline.models.moe_10b_2b",
+    "olmoe": "spurline.models.olmoe",
+    "qwen2_moe": "spurline.models.qwen2_moe",
     "qwen3": "spurline.models.qwen3",
     "qwen3_vl": "spurline.models.qwen3_vl",
 }

@@ -189,7 +189,7 @@ def test_an_architecture_that_no_family_knows_is_refused(spoiled, refused):
     source = spoiled("llama")
     change_json(source / "config.json", architectures=["GPT2LMHeadModel"])
     said = refused(source, "architecture GPT2LMHeadModel is not supported")
-    assert "DeepseekV2ForCausalLM, DeepseekV3ForCausalLM, LlamaForCausalLM, Qwen3ForCausalLM" in said
+    assert "DeepseekV2ForCausalLM, DeepseekV3ForCausalLM, Glm4MoeForCausalLM, GptOssForCausalLM" in said
     change_json(source / "config.json", architectures=None)
     refused(source, r"architecture \(none\) is not supported")
 
