@@ -4,6 +4,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+import torch._inductor.config
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,6 +26,7 @@ def parallelize_moe(
     layer: str = "moe",
     reduce_gradients: bool = True,
     same_num_tokens: bool = True,
+    balance: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None] | None = None,
 ) -> MoE:
     """Spread moe's experts over the ranks of ep_mesh, in place; the same call then works across ranks. Returns moe.
 
@@ -38,7 +40,8 @@ def parallelize_moe(
     reduces them elsewhere (FSDP2, DDP) switches that off with reduce_gradients=False.
 
     `layer` is the name under which errors speak of this layer. Forced balance relies on same_num_tokens: pass False
-    where the ranks may bring different numbers of tokens.
+    where the ranks may bring different numbers of tokens. `balance` is for models that share a batch or a sequence with
+    more ranks than those of ep_mesh: the two groups of `balance_over`.
     """
     group, parts = _expert_group(ep_mesh)
     sequence_group = _group_of(sequence, "sequence") if sequence is not None else None
@@ -50,21 +53,20 @@ def parallelize_moe(
     moe.dispatcher = dispatcher
     if sequence_group is not None:
         moe.sequence = SequenceParallel(sequence_group, [rank["sequence_rank"] for rank in everyone])
-    balance_over(moe, group, sequence_group)
+    balance_over(moe, *(balance or (group, sequence_group)))
     if reduce_gradients and group.size() > 1:
         for module in (moe.router, moe.shared_experts):
             if module is not None:
                 sum_over_group(module.parameters(), group)
     # Split sizes are read from tensors, also while tracing.
     torch._dynamo.config.capture_scalar_outputs = True
+    # Inductor would put the shared experts' backward before the exchange that it is to overlap, to save little memory.
+    torch._inductor.config.reorder_for_peak_memory = False
     return moe
 
 
 def balance_over(moe: MoE, batch: dist.ProcessGroup | None, sequence: dist.ProcessGroup | None) -> None:
-    """Say whose tokens a balance loss takes as one batch, and whose positions make up one sequence.
-
-    Whoever knows of more ranks than those that share the layer's experts calls it after `parallelize_moe`.
-    """
+    """Say whose tokens a balance loss takes as one batch, and whose positions make up one sequence."""
     moe.router.balance_group = sequence if moe.config.aux_loss == "sequence" else batch
 
 

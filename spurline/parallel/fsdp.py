@@ -1,17 +1,47 @@
-"""FSDP2 over two meshes: experts are sharded over the ranks that hold the same ones, the rest over all data ranks."""
+"""FSDP2 over two meshes: experts are sharded over the ranks that hold the same ones, the rest over all data ranks.
 
-from collections.abc import Callable
-from typing import Any
+Units are the embedding, every block, the output matrix, and the rest of the model. A unit's weights are gathered in the
+dtype that it computes in, so that no module has to cast them; those of norms and gates stay in float32.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from spurline.moe.experts.experts import Experts
 from spurline.moe.layout import dim_of
 from spurline.parallel.blocks import blocks_of
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """In which dtypes weights and gradients cross the network, and which weights stay gathered for the backward pass.
+
+    `default` keeps what the backward pass needs first: the last block, the output matrix, and the rest of the model.
+    """
+
+    param_dtype: torch.dtype = torch.float32
+    reduce_dtype: torch.dtype = torch.float32
+    reshard_after_forward: Literal["default", "always", "never"] = "default"
+
+    @property
+    def policy(self) -> MixedPrecisionPolicy:
+        # Inputs are left as they are: a model has the dtype it computes in, and rotary tables must stay in float32.
+        return MixedPrecisionPolicy(self.param_dtype, self.reduce_dtype, cast_forward_inputs=False)
+
+    def reshards(self, is_needed_first: bool) -> bool:
+        """Whether a unit frees its weights after the forward pass; `is_needed_first` in the backward pass."""
+        return self.reshard_after_forward == "always" or (
+            self.reshard_after_forward == "default" and not is_needed_first
+        )
 
 
 def has_per_param_meshes() -> bool:
@@ -23,36 +53,160 @@ def has_per_param_meshes() -> bool:
     return True
 
 
-def apply_fsdp(model: nn.Module, mesh: DeviceMesh, expert_mesh: DeviceMesh, per_param_mesh: bool | None = None) -> None:
-    """Shard every block of the model by itself, then the rest, in place.
+def apply_fsdp(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    expert_mesh: DeviceMesh,
+    per_param_mesh: bool | None = None,
+    sharding: Sharding | None = None,
+) -> None:
+    """Shard every block of the model by itself, embedding and output matrix too, then the rest, in place.
 
     Where PyTorch has per-parameter meshes, a block with experts is one unit; elsewhere (or with per_param_mesh=False)
     its experts are a unit of their own, sharded first. Gradients are summed over ranks, not averaged: our losses
     already are parts of one mean over all tokens.
+
+    A model whose embedding and output matrix are called as modules names them in `first_and_last_units()`.
     """
     if per_param_mesh is None:
         per_param_mesh = has_per_param_meshes()
-    for block in blocks_of(model):
+    sharding = sharding or Sharding()
+    blocks = blocks_of(model)
+    layers = list(model.layers.children()) if hasattr(model, "layers") else blocks  # type: ignore[union-attr]
+    for block in blocks:
+        reshard = sharding.reshards(is_needed_first=block is layers[-1] if layers else False)
         all_experts = [module for module in block.modules() if isinstance(module, Experts)]
         if not all_experts:
-            fully_shard(block, mesh=mesh)
+            _shard_unit(block, mesh, sharding, reshard)
         elif per_param_mesh:
-            fully_shard(block, mesh=mesh, shard_placement_fn=_placement_by_mesh(all_experts, mesh, expert_mesh))
+            _shard_unit(block, mesh, sharding, reshard, _placement_by_mesh(all_experts, mesh, expert_mesh))
         else:
             for experts in all_experts:
                 placements = _expert_placements(experts, expert_mesh.size(-1))
-                fully_shard(experts, mesh=expert_mesh, shard_placement_fn=placements.__getitem__)
-            fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+                _shard_unit(experts, expert_mesh, sharding, reshard, placements.__getitem__)
+            _shard_unit(block, mesh, sharding, reshard)
+    first, last = _first_and_last_units(model)
+    if first is not None:
+        _shard_unit(first, mesh, sharding, sharding.reshards(is_needed_first=False))
+        first.set_unshard_in_backward(False)  # type: ignore[operator]  # rows are only added to its gradient
+    if last is not None:
+        _shard_unit(last, mesh, sharding, sharding.reshards(is_needed_first=True))
+    _shard_unit(model, mesh, sharding, sharding.reshards(is_needed_first=True))
+    _prefetch([unit for unit in (first, *layers, last) if isinstance(unit, FSDPModule)])
+    for module in fsdp_units(model):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+    if layers:
+        model.register_forward_hook(partial(_free_without_backward, list(fsdp_units(layers[-1]))))
+
+
+def fsdp_units(model: nn.Module) -> Iterator[FSDPModule]:
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
 def has_separate_expert_units(model: nn.Module) -> bool:
     """Whether experts were sharded by a call of their own."""
     return any(isinstance(module, Experts) and isinstance(module, FSDPModule) for module in model.modules())
+
+
+def reduce_gradients(model: nn.Module, enabled: bool) -> None:
+    """Whether the next backward pass reduces gradients over ranks, or each adds up its own; no-op without FSDP2."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(enabled)
+
+
+def _free_without_backward(kept: list[FSDPModule], *_: Any) -> None:
+    """Free the last block's weights after a forward pass without gradients: no backward pass will.
+
+    Otherwise the next forward pass would not see what has changed them in between.
+    """
+    if not torch.is_grad_enabled():
+        for unit in kept:
+            unit.reshard()
+
+
+def _first_and_last_units(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
+    named = getattr(model, "first_and_last_units", None)
+    return named() if callable(named) else (None, None)
+
+
+def _prefetch(units: list[FSDPModule]) -> None:
+    """Gather the next unit's weights while one computes, forwards and backwards.
+
+    By itself FSDP2 relies on a host that is ahead of the device, and with expert parallelism the host waits for the row
+    counts of every layer.
+    """
+    for unit, following in pairwise(units):
+        unit.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([unit])
+
+
+def _shard_unit(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    sharding: Sharding,
+    reshard: bool,
+    placement: Callable[[nn.Parameter], Any] | None = None,
+) -> None:
+    """Make a unit of what is in `module` and in no unit yet.
+
+    Modules that say `keeps_float32` compute in float32: their weights are gathered as they are, in a group of their own
+    within the unit. In the low dtype they would be rounded, and autograd would keep the copies that were cast back.
+    """
+    policy = sharding.policy
+    parameters = list(_parameters_in_no_unit(module))
+    exact = {p for p, in_float32 in parameters if in_float32 and policy.param_dtype != torch.float32}
+    if len(exact) == len(parameters):
+        policy, exact = MixedPrecisionPolicy(cast_forward_inputs=False), set()
+    if exact and not has_per_param_meshes():  # such a build has one group a unit
+        exact = set()
+    fully_shard(
+        module,
+        mesh=mesh,
+        reshard_after_forward=reshard,
+        shard_placement_fn=placement,
+        mp_policy=policy,
+        ignored_params=exact,
+    )
+    if exact:
+        _add_float32_group(module, [p for p, _ in parameters if p in exact], mesh, reshard)
+
+
+def _add_float32_group(module: nn.Module, parameters: list[nn.Parameter], mesh: DeviceMesh, reshard: bool) -> None:
+    from torch.distributed.fsdp import OffloadPolicy
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    state = module._get_fsdp_state()  # type: ignore[operator]
+    # Of the groups that there are, the one on the same mesh: experts may be on another.
+    like = next(group for group in state._fsdp_param_groups if group.mesh_info.mesh == mesh)
+    state._fsdp_param_groups.append(
+        FSDPParamGroup(
+            parameters,
+            (module,),
+            like.mesh_info,
+            like.mesh_info if reshard else None,
+            like.device,
+            None,
+            MixedPrecisionPolicy(cast_forward_inputs=False),
+            OffloadPolicy(),
+        )
+    )
+
+
+def _parameters_in_no_unit(module: nn.Module) -> Iterator[tuple[nn.Parameter, bool]]:
+    """The parameters of a module that no unit inside it has, each once, and whether it is to stay in float32."""
+    seen: set[nn.Parameter] = set()
+
+    def visit(module: nn.Module) -> Iterator[tuple[nn.Parameter, bool]]:
+        for parameter in module.parameters(recurse=False):
+            if parameter not in seen:
+                seen.add(parameter)
+                yield parameter, getattr(module, "keeps_float32", False)
+        for child in module.children():
+            if not isinstance(child, FSDPModule):
+                yield from visit(child)
+
+    return visit(module)
 
 
 def _placement_by_mesh(

@@ -64,6 +64,11 @@ class Meshes:
     def data_size(self) -> int:
         return self.degrees.dp
 
+    def groups(self) -> list[dist.ProcessGroup]:
+        """Every group of both views, of which some may be the same."""
+        views = (self.world, self.data, self.dense, self.sparse)
+        return [view.get_group(axis) for view in views for axis in range(view.ndim)]
+
     def _with_copies(self, view: DeviceMesh, shard_axis: str) -> DeviceMesh:
         # FSDP2 takes a mesh with two axes for copies to average, even if there is only one.
         return view["dp_replicate", shard_axis] if self.degrees.dp_replicate > 1 else view[shard_axis]

@@ -6,14 +6,19 @@ from spurline.config import Compile
 from spurline.moe.layer import MoE
 from spurline.parallel.compile import apply_compile
 from spurline.parallel.expert import balance_over, parallelize_moe
-from spurline.parallel.fsdp import apply_fsdp, has_per_param_meshes
+from spurline.parallel.fsdp import Sharding, apply_fsdp, has_per_param_meshes
 from spurline.parallel.mesh import Meshes
 from spurline.parallel.remat import apply_remat
 from spurline.parallel.tensor import apply_tensor_parallel
 
 
 def parallelize_model(
-    model: nn.Module, meshes: Meshes | None, remat: str, compiled: Compile, per_param_mesh: bool | None = None
+    model: nn.Module,
+    meshes: Meshes | None,
+    remat: str,
+    compiled: Compile,
+    per_param_mesh: bool | None = None,
+    sharding: Sharding | None = None,
 ) -> None:
     """Split matrices, spread experts, then per block: recompute, compile, shard. Without meshes only what one rank can.
 
@@ -32,24 +37,28 @@ def parallelize_model(
                 module.dispatcher.overlap = False  # rows in flight must not cross from one graph to another
         apply_compile(model, compiled.backend, fullgraph=one_graph)
     if meshes is not None:
-        apply_fsdp(model, meshes.fsdp_mesh, meshes.expert_fsdp_mesh, per_param_mesh)
+        apply_fsdp(model, meshes.fsdp_mesh, meshes.expert_fsdp_mesh, per_param_mesh, sharding)
 
 
 def apply_expert_parallel(model: nn.Module, meshes: Meshes) -> None:
     """Spread the experts of every MoE layer, and tell it whose tokens are balanced together."""
     degrees = meshes.degrees
+    balance = meshes.world_group, meshes.tp_mesh.get_group() if degrees.tp > 1 else None
     for name, moe in model.named_modules():
-        if isinstance(moe, MoE):
-            if degrees.ep * degrees.etp > 1:
-                parallelize_moe(
-                    moe,
-                    meshes.expert_mesh,
-                    layer=name,
-                    reduce_gradients=False,  # FSDP2 does
-                    same_num_tokens=degrees.tp == 1,
-                )
-            balance_over(moe, meshes.world_group, meshes.tp_mesh.get_group() if degrees.tp > 1 else None)
-            if degrees.tp > 1 and degrees.ep * degrees.etp > 1:
-                # tp is the last axis of the dense view, so the share of a rank follows from its number.
-                rank_P = meshes.expert_mesh.mesh.flatten().tolist()
-                moe.set_sequence_ranks(degrees.tp, [rank % degrees.tp for rank in rank_P])
+        if not isinstance(moe, MoE):
+            continue
+        if degrees.ep * degrees.etp == 1:
+            balance_over(moe, *balance)
+            continue
+        parallelize_moe(
+            moe,
+            meshes.expert_mesh,
+            layer=name,
+            reduce_gradients=False,  # FSDP2 does
+            same_num_tokens=degrees.tp == 1,
+            balance=balance,
+        )
+        if degrees.tp > 1:
+            # tp is the last axis of the dense view, so the share of a rank follows from its number.
+            rank_P = meshes.expert_mesh.mesh.flatten().tolist()
+            moe.set_sequence_ranks(degrees.tp, [rank % degrees.tp for rank in rank_P])

@@ -6,13 +6,14 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from spurline.config import Parallelism
-from spurline.device import pick_device, start_process_group
+from spurline.device import is_accelerator, pick_device, start_process_group
 from spurline.parallel.degrees import Degrees, resolve_degrees
 from spurline.parallel.mesh import Meshes, build_meshes
 
@@ -23,10 +24,12 @@ class World:
     degrees: Degrees
     meshes: Meshes | None = None
     """None when there is one rank: then nothing is shared."""
+    host_group: dist.ProcessGroup | None = None
+    """All ranks, for collectives on host memory; None when there is one rank."""
 
     @staticmethod
-    def alone() -> World:
-        return World(pick_device(), Degrees(1, 1, 1, 1, 1))
+    def alone(device: str = "auto") -> World:
+        return World(pick_device(device), Degrees(1, 1, 1, 1, 1))
 
     @property
     def is_first(self) -> bool:
@@ -71,19 +74,29 @@ class World:
 
 
 @contextmanager
-def joined_world(parallelism: Parallelism) -> Iterator[World]:
-    """Join the other ranks, if torchrun started any, for as long as the block lasts."""
+def joined_world(parallelism: Parallelism, device: str = "auto", timeout_seconds: int = 0) -> Iterator[World]:
+    """Join the other ranks, if torchrun started any, for as long as the block lasts.
+
+    `device` is an option of training (auto, cpu, ...); a collective fails after timeout_seconds (0: PyTorch's default)
+    without one of the ranks.
+    """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
-        yield World.alone()
+        yield World.alone(device)
         return
-    device = pick_device()
+    own_device = pick_device(device)
     degrees = resolve_degrees(parallelism, size)
     started_here = not dist.is_initialized()
     if started_here:
-        start_process_group(device)
+        start_process_group(own_device, timeout_seconds)
     try:
-        yield World(device, degrees, build_meshes(degrees, device.type))
+        meshes = build_meshes(degrees, own_device.type)
+        host_group = dist.new_group(backend="gloo") if is_accelerator(own_device) else meshes.world_group
+        if timeout_seconds:
+            for group in (*meshes.groups(), host_group):
+                # New groups have the default of their backend, not that of the first one.
+                dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_seconds), group)
+        yield World(own_device, degrees, meshes, host_group)
     finally:
         if started_here:
             dist.destroy_process_group()

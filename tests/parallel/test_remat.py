@@ -4,9 +4,7 @@ import dataclasses
 import pytest
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from spurline.models.common.generate import generate
 from spurline.models.common.init import initialize
@@ -16,6 +14,7 @@ from spurline.moe.balance import routers
 from spurline.moe.config import MoEConfig
 from spurline.parallel.compile import apply_compile
 from spurline.parallel.remat import apply_remat
+from spurline.testing.kept import LiveStorages
 from spurline.testing.tiny import tiny_model
 
 MOE = MoEConfig(
@@ -101,26 +100,6 @@ def test_selective_sends_tokens_to_the_same_experts_even_if_the_choice_would_now
     actual = step(model, between=lambda: choose_otherwise(model))
     for name in expected:
         torch.testing.assert_close(actual[name], expected[name], rtol=1e-6, atol=1e-6, msg=name)
-
-
-class LiveStorages(TorchDispatchMode):
-    """Every storage that was made and is still needed by somebody, without those of `model`'s own tensors."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.own = {t.untyped_storage()._cdata for t in [*model.parameters(), *model.buffers()]}
-        self.made = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self.own:
-                storage = tensor.untyped_storage()
-                self.made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        return out
-
-    def num_bytes(self):
-        return sum(num_bytes for storage, num_bytes in self.made.values() if not storage.expired())
 
 
 def bytes_kept_for_backward(model):
@@ -262,5 +241,5 @@ def test_selective_does_not_wait_for_a_device_twice(mode, count):
 
 
 def test_unknown_mode_is_a_clear_error():
-    with pytest.raises(ValueError, match=r"activation_checkpoint\.mode must be none, full or selective, got 'some'"):
+    with pytest.raises(ValueError, match=r"mode must be none, full, selective or selective_resend, got 'some'"):
         apply_remat(make_model("none"), "some")
