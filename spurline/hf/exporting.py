@@ -16,9 +16,13 @@ from spurline.hf.accounting import model_shapes, target_dtype
 from spurline.hf.families import architecture_for
 from spurline.hf.folder import INDEX, TOKENIZER_FOLDER, WEIGHTS, copy_tokenizer, new_folder, read_json
 from spurline.hf.safetensors_file import Entry, write_file
+from spurline.hf.slots import place
 from spurline.hf.verify import compare_logits
 from spurline.models.common.hf import Slot
+from spurline.train.checkpoint.finite import is_finite
+from spurline.train.checkpoint.layout import TensorLayout
 from spurline.train.checkpoint.manager import CheckpointManager
+from spurline.train.checkpoint.reader import StoredCheckpoint
 
 # Keys that don't affect the logits and so are not in our model config, kept from the config.json of the import.
 _KEPT_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "initializer_range")
@@ -31,6 +35,7 @@ def export_run(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5_000_000_000,
     verify: bool = False,
+    sign_key: bytes | None = None,
 ) -> list[str]:
     """Export a checkpoint (default: the newest) as the Hugging Face folder `out`; returns messages for the user.
 
@@ -40,11 +45,11 @@ def export_run(
     family, _, run_config = config_io.load(run / "config.json")
     model = run_config.model
     architecture = architecture_for(family, model)
-    checkpoints = CheckpointManager(run, interval=1, keep_latest_k=0)
+    checkpoints = CheckpointManager(run, interval=1, keep_latest_k=0, sign_key=sign_key)
     step = checkpoints.latest() if step is None else step
     if step is None:
         raise ValueError(f"{checkpoints.folder} has no complete checkpoint: train with --checkpoint.enable")
-    source = Source(checkpoints, step, architecture.slots(model_shapes(model)), dtype)
+    source = Source(checkpoints.open(step), architecture.slots(model_shapes(model)), dtype)
 
     with new_folder(out) as folder:
         messages = [f"{architecture.name}, step {step}: {write_weights(folder, source, max_shard_bytes)}"]
@@ -67,42 +72,66 @@ def export_run(
 class Source:
     """The tensors of a checkpoint under their Hugging Face names; values are read one slot at a time."""
 
-    def __init__(self, checkpoints: CheckpointManager, step: int, slots: list[Slot], dtype: torch.dtype | None) -> None:
-        self._checkpoints = checkpoints
-        self._step = step
-        self._slots = [slot for slot in slots if slot.pieces]
-        saved = checkpoints.tensors(step)
+    def __init__(self, checkpoint: StoredCheckpoint, slots: list[Slot], dtype: torch.dtype | None) -> None:
+        self._checkpoint = checkpoint
+        # Which pieces of which slots each tensor of theirs is made of.
+        self._targets: dict[str, list[tuple[Slot, int]]] = {}
+        for slot in slots:
+            for number, piece in enumerate(slot.pieces):
+                self._targets.setdefault(piece.name, []).append((slot, number))
+        saved = {
+            name.removeprefix("model."): tensor
+            for name, tensor in checkpoint.layout.tensors.items()
+            if name.startswith("model.")
+        }
         self._check(slots, saved)
-        self._saved = {name: tensor.to(target_dtype(name, tensor.dtype, dtype)) for name, tensor in saved.items()}
+        self._dtype_of = {name: target_dtype(name, tensor.dtype, dtype) for name, tensor in saved.items()}
 
     @property
     def main_dtype(self) -> torch.dtype:
-        return self._saved["embedding.weight"].dtype
+        return self._dtype_of["embedding.weight"]
 
     def entries(self) -> Iterator[Entry]:
-        for slot in self._slots:
-            for piece in slot.pieces:
-                yield Entry(piece.name, self._saved[slot.name].dtype, piece.shape)
+        for name, sources in self._targets.items():
+            slot, number = sources[0]
+            yield Entry(name, self._dtype_of[slot.name], slot.pieces[number].shape)
 
     def values(self) -> Iterator[Tensor]:
-        for slot in self._slots:
-            yield from self._pieces(slot)
+        """One after the other, in the order of the entries; a tensor of ours is kept while theirs are made of it."""
+        ours: dict[str, Tensor] = {}
+        for sources in self._targets.values():
+            ours = {slot.name: ours[slot.name] for slot, _ in sources if slot.name in ours}
+            for slot, _ in sources:
+                if slot.name not in ours:
+                    ours[slot.name] = self._read(slot)
+            yield self._made_of(sources, ours)
 
-    def _pieces(self, slot: Slot) -> Iterator[Tensor]:
-        tensor = self._checkpoints.read_tensor(self._step, slot.name, self._saved[slot.name])
-        for number, piece in enumerate(slot.pieces):
-            yield tensor.view(-1)[number * slot.piece_size :][: slot.piece_size].view(piece.shape)
+    def _read(self, slot: Slot) -> Tensor:
+        tensor = self._checkpoint.read_tensor(f"model.{slot.name}")
+        if not is_finite(tensor):
+            raise ValueError(f"{slot.name} in {self._checkpoint.folder} is not finite: the run had diverged")
+        return tensor.to(self._dtype_of[slot.name])
 
-    def _check(self, slots: list[Slot], saved: dict[str, Tensor]) -> None:
+    def _made_of(self, sources: list[tuple[Slot, int]], ours: dict[str, Tensor]) -> Tensor:
+        slot, number = sources[0]
+        piece, tensor = slot.pieces[number], ours[slot.name]
+        if len(sources) == 1 and piece.columns is None:
+            return tensor.view(-1)[number * slot.piece_size :][: slot.piece_size].view(piece.shape)
+        theirs = torch.empty(piece.shape, dtype=tensor.dtype)
+        for slot, number in sources:
+            place(slot, number, ours[slot.name], theirs)
+        return theirs
+
+    def _check(self, slots: list[Slot], saved: dict[str, TensorLayout]) -> None:
         misfits = [slot.name for slot in slots if slot.name not in saved or saved[slot.name].shape != slot.shape]
         misfits += saved.keys() - {slot.name for slot in slots}
         if misfits:
             raise ValueError(
-                f"the checkpoint of step {self._step} in {self._checkpoints.folder} does not match the model in"
-                f" config.json: {', '.join(sorted(misfits)[:5])} differ"
+                f"the checkpoint {self._checkpoint.folder} does not match the model in config.json:"
+                f" {', '.join(sorted(misfits)[:5])} differ"
             )
         for slot in slots:
-            if not slot.pieces and self._checkpoints.read_tensor(self._step, slot.name, saved[slot.name]).any():
+            if not slot.pieces and self._checkpoint.read_tensor(f"model.{slot.name}").any():
                 raise ValueError(
                     f"{slot.name} is not zero, but the Hugging Face architecture has no selection bias:"
                     " only models trained with --model.moe.bias_update_rate 0 can be exported"
@@ -151,8 +180,10 @@ def _tokenizer_folder(run: Path, data_tokenizer: str) -> Path:
 
 
 def _max_length(run_config: RunConfig[Any]) -> int:
-    yarn = run_config.model.yarn
-    return round(yarn.factor * yarn.original_seq_len) if yarn.factor > 1 else run_config.training.seq_len
+    for scaling in (run_config.model.yarn, run_config.model.llama3_rope):
+        if scaling.factor > 1:
+            return round(scaling.factor * scaling.original_seq_len)
+    return run_config.training.seq_len
 
 
 def _kept(tokenizer: Path, max_length: int) -> dict[str, Any]:

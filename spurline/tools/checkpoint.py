@@ -1,6 +1,6 @@
 """`spurline checkpoint`: list, verify, inspect and prune the checkpoints of a run.
 
-Torch-free except for inspect.
+Torch-free except for verify and inspect.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ from spurline.tools.console import human
 from spurline.tools.parsing import described
 from spurline.tools.subcommands import Subcommand, run_subcommand
 from spurline.train.checkpoint.folder import CheckpointFolder
+from spurline.train.checkpoint.signature import read_key
 
 PROG = "spurline checkpoint"
 LS = """\
 List the checkpoints in the run folder RUN, newest last. Tensor files are not
 read; `verify` checks their content."""
 VERIFY = """\
-Compare every checkpoint file of the run with its recorded checksum. Exit code 1 if
-a file is missing, truncated or changed."""
+Compare every checkpoint file of the run with its recorded checksum, and look for
+values that are not finite. Exit code 1 if a file is missing, truncated or changed,
+if a tensor has an infinity or a NaN or, with --sign_key_file, if a checkpoint was
+not signed with that key."""
 INSPECT = """\
 Show the tensors of a checkpoint (the newest by default): name, shape, dtype, size,
 and how the ranks that wrote it sharded each tensor."""
@@ -45,6 +48,8 @@ class Listing:
 class Verify:
     step: Annotated[int | None, described("N")] = None
     """Verify only the checkpoint of this step (default: all)."""
+    sign_key_file: Annotated[str, described("FILE")] = ""
+    """Also verify signatures made with this key (--checkpoint.sign_key_file of the run)."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,8 @@ class Inspect:
     """Step of the checkpoint to inspect (default: the newest)."""
     json: bool = False
     """Print one JSON object."""
+    sign_key_file: Annotated[str, described("FILE")] = ""
+    """Refuse a checkpoint that was not signed with this key."""
 
 
 @dataclass(frozen=True)
@@ -96,13 +103,13 @@ def list_checkpoints(runs: list[str], options: Listing) -> int:
 
 
 def verify_checkpoints(runs: list[str], options: Verify) -> int:
-    folder = _folder(runs[0])
+    folder = _folder(runs[0], options.sign_key_file)
     steps = folder.named_steps() if options.step is None else [options.step]
     if options.step is not None:
         folder.complete(options.step)
     num_damaged = 0
     for step in steps:
-        problems = folder.problems(step)
+        problems = folder.problems(step) or _tensor_problems(folder, step)
         num_damaged += bool(problems)
         if problems:
             print("\n".join(f"step {step}: {problem}" for problem in problems))
@@ -114,18 +121,32 @@ def verify_checkpoints(runs: list[str], options: Verify) -> int:
     return 1 if num_damaged else 0
 
 
+def _tensor_problems(folder: CheckpointFolder, step: int) -> list[str]:
+    """What is wrong with tensors whose files have the right checksums."""
+    from spurline.train.checkpoint.finite import is_finite
+    from spurline.train.checkpoint.reader import StoredCheckpoint
+
+    try:
+        checkpoint = StoredCheckpoint(folder.at(step), folder.record(step))
+        names = dict.fromkeys(name for name, tensor in checkpoint.chunks() if not is_finite(tensor))
+    except ValueError as error:
+        return [str(error)]
+    return [f"{name} is not finite: the run had diverged" for name in names]
+
+
 def inspect_checkpoint(runs: list[str], options: Inspect) -> int:
-    folder = _folder(runs[0])
+    folder = _folder(runs[0], options.sign_key_file)
     steps = folder.steps()
     step = options.step if options.step is not None or not steps else steps[-1]
     folder.complete(step or 0)
     assert step is not None
     record = folder.record(step)
-    if problem := folder.problem_of(step, ".metadata"):
+    if problem := folder.metadata_problem(step):
         raise ValueError(f"step {step}: {problem}")
-    from spurline.train.checkpoint.contents import stored_tensors
+    from spurline.train.checkpoint.contents import tensor_summaries
+    from spurline.train.checkpoint.reader import StoredCheckpoint
 
-    tensors = stored_tensors(folder.at(step))
+    tensors = tensor_summaries(StoredCheckpoint(folder.at(step), record).layout)
     if options.json:
         content = {**dataclasses.asdict(record), "tensors": [dataclasses.asdict(tensor) for tensor in tensors]}
         print(json.dumps(content))
@@ -176,8 +197,8 @@ def _newest_intact(folder: CheckpointFolder) -> int | None:
     return next((step for step in reversed(folder.steps()) if not folder.problems(step)), None)
 
 
-def _folder(run: str) -> CheckpointFolder:
-    folder = CheckpointFolder(Path(run).expanduser())
+def _folder(run: str, sign_key_file: str = "") -> CheckpointFolder:
+    folder = CheckpointFolder(Path(run).expanduser(), read_key(sign_key_file))
     if not folder.named_steps():
         raise ValueError(f"{folder.path} has no checkpoints: give the folder of a run trained with --checkpoint.enable")
     return folder

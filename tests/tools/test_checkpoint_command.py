@@ -1,10 +1,15 @@
 import json
+from pathlib import Path
 
 import pytest
 import torch
+import version1_checkpoints as version1
 from torch import nn
 
+from spurline import config_io
+from spurline.models.deepseek_v3.configs import deepseek_v3_debugmodel
 from spurline.train.checkpoint.manager import CheckpointManager
+from spurline.train.checkpoint.signature import read_key
 
 
 @pytest.fixture
@@ -58,11 +63,11 @@ def test_verify_reads_all_or_one_and_names_what_is_damaged(spurline, run):
     code, out, _ = spurline("checkpoint", "verify", "run")
     assert (code, len(out.splitlines())) == (0, 4)
     assert out.startswith("step 1: 2 files intact, ")
-    flip_a_bit(run / "step-00000002" / "__0_0.distcp")
+    flip_a_bit(run / "step-00000002" / "rank-00000-00000.tensors")
     assert spurline("checkpoint", "verify", "run", "--step", "3").code == 0
     code, out, err = spurline("checkpoint", "verify", "run")
     assert (code, err) == (1, "")
-    assert "step 2: 'run/checkpoints/step-00000002/__0_0.distcp' is damaged: " in out
+    assert "step 2: 'run/checkpoints/step-00000002/rank-00000-00000.tensors' is damaged: " in out
     assert out.splitlines()[-1].startswith("1 of 4 checkpoints are damaged: ")
 
 
@@ -80,6 +85,60 @@ def test_inspect_shows_the_tensors_of_the_newest_or_of_a_step(spurline, run):
     assert {tensor["name"] for tensor in told["tensors"]} == rows.keys()
 
 
+def test_nothing_of_a_hostile_checkpoint_runs_in_any_command(spurline, tmp_path):
+    folder = tmp_path / "run" / "checkpoints" / "step-00000001"
+    model = nn.Linear(3, 2)
+    version1.save(tmp_path / "run", 1, model, torch.optim.AdamW(model.parameters()), {"tokens_seen": 1})
+    marker = tmp_path / "it ran"
+
+    class Payload:
+        def __reduce__(self):
+            return Path.mkdir, (marker,)
+
+    def add_payload(metadata):
+        metadata.planner_data = Payload()
+        return metadata
+
+    version1.rewrite_metadata(folder, 1, add_payload)
+    config = deepseek_v3_debugmodel()
+    config_io.save(tmp_path / "run" / "config.json", "deepseek_v3", "deepseek_v3_debugmodel", config)
+    for command in (
+        "checkpoint inspect run",
+        "checkpoint verify run",
+        "generate run --prompt a",
+        "convert to-hf run out",
+    ):
+        code, out, err = spurline(*command.split())
+        assert code in (1, 2)
+        assert "which is not allowed in a checkpoint: nothing was run" in out + err, command
+        assert "Traceback" not in err
+        assert not marker.exists(), command
+
+
+def test_values_that_are_not_finite_are_found_by_verify(spurline, tmp_path):
+    model = nn.Linear(3, 2)
+    model.weight.data[1, 2] = float("inf")
+    version1.save(tmp_path / "run", 1, model, torch.optim.AdamW(model.parameters()), {})
+    code, out, _ = spurline("checkpoint", "verify", "run")
+    assert code == 1
+    assert "step 1: model.weight is not finite: the run had diverged" in out
+
+
+def test_signatures_are_verified_with_the_key(spurline, run, tmp_path):
+    (tmp_path / "key").write_text("0123456789abcdef0123456789abcdef\n")
+    code, out, _ = spurline("checkpoint", "verify", "run", "--step", "4", "--sign_key_file", "key")
+    assert code == 1
+    assert "it is not signed, and a signature is required" in out
+    checkpoints = CheckpointManager(tmp_path / "run", 1, 0, sign_key=read_key(str(tmp_path / "key")))
+    model = nn.Linear(3, 2)
+    checkpoints.save(5, model, torch.optim.AdamW(model.parameters()), {})
+    assert spurline("checkpoint", "verify", "run", "--step", "5", "--sign_key_file", "key").code == 0
+    (tmp_path / "short").write_text("secret")
+    code, _, err = spurline("checkpoint", "inspect", "run", "--sign_key_file", "short")
+    assert code == 2
+    assert "sign_key_file short: a key needs at least 16 bytes" in err
+
+
 def test_prune_keeps_the_newest_and_the_best_and_asks_first(spurline, run):
     code, out, _ = spurline("checkpoint", "prune", "run", "--keep", "1")
     assert (code, out) == (0, "would remove the checkpoints of steps 1, 3; pass --yes to remove them\n")
@@ -90,7 +149,7 @@ def test_prune_keeps_the_newest_and_the_best_and_asks_first(spurline, run):
 
 
 def test_prune_never_removes_the_last_one_that_is_whole(spurline, run):
-    flip_a_bit(run / "step-00000004" / ".metadata")
+    flip_a_bit(run / "step-00000004" / "metadata.json")
     spurline("checkpoint", "prune", "run", "--keep", "1", "--yes")
     assert names(run) == ["step-00000002", "step-00000003", "step-00000004"]
 
@@ -117,7 +176,7 @@ def test_what_is_wrong_is_one_line(spurline, run, command, told):
 
 
 def test_inspect_does_not_read_a_damaged_index(spurline, run):
-    flip_a_bit(run / "step-00000004" / ".metadata")
+    flip_a_bit(run / "step-00000004" / "metadata.json")
     code, _, err = spurline("checkpoint", "inspect", "run")
     assert code == 2
-    assert "step 4: 'run/checkpoints/step-00000004/.metadata' is damaged" in err
+    assert "step 4: 'run/checkpoints/step-00000004/metadata.json' is damaged" in err

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
+from spurline.train.checkpoint.layout import TensorLayout
 
-def tensor_differences(saved: dict[str, Any], tensors: dict[str, Tensor]) -> list[str]:
+
+def tensor_differences(saved: Mapping[str, TensorLayout], tensors: dict[str, Tensor]) -> list[str]:
     """One phrase for each tensor that differs between the checkpoint and the model, sorted by name."""
     found = []
     for name in sorted(tensors.keys() | {name for name in saved if name.startswith("model.")}):
@@ -17,9 +20,10 @@ def tensor_differences(saved: dict[str, Any], tensors: dict[str, Tensor]) -> lis
             found.append(f"{bare_name} is not in the checkpoint")
         elif name not in tensors:
             found.append(f"{bare_name} is not in the model")
-        elif saved[name].size != tensors[name].shape:
-            sizes = tuple(saved[name].size), tuple(tensors[name].shape)
-            found.append(f"{bare_name} is {sizes[0]} in the checkpoint, {sizes[1]} in the model")
+        elif saved[name].shape != tuple(tensors[name].shape):
+            found.append(
+                f"{bare_name} is {saved[name].shape} in the checkpoint, {tuple(tensors[name].shape)} in the model"
+            )
     return found
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
-from torch.distributed.checkpoint import FileSystemReader, TensorStorageMetadata
+from spurline.train.checkpoint.layout import Layout, TensorLayout
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class TensorSummary:
     name: str
     shape: list[int]
     dtype: str
@@ -19,21 +18,18 @@ class StoredTensor:
     """The number of shards of each dim, such as 4x1; `whole` if there is one."""
 
 
-def stored_tensors(folder: Path) -> list[StoredTensor]:
-    """All tensors of a complete checkpoint, sorted by name."""
-    saved = FileSystemReader(folder).read_metadata().state_dict_metadata
-    return [
-        _described(name, entry) for name, entry in sorted(saved.items()) if isinstance(entry, TensorStorageMetadata)
-    ]
+def tensor_summaries(layout: Layout) -> list[TensorSummary]:
+    """All tensors of a checkpoint, sorted by name."""
+    return [_described(name, entry) for name, entry in sorted(layout.tensors.items())]
 
 
-def _described(name: str, entry: TensorStorageMetadata) -> StoredTensor:
+def _described(name: str, entry: TensorLayout) -> TensorSummary:
     # Shards have different offsets in each dim that is sharded, and offset 0 in the others.
-    parts = [len({chunk.offsets[dim] for chunk in entry.chunks}) for dim in range(len(entry.size))]
-    return StoredTensor(
+    parts = [len({chunk.offsets[dim] for chunk in entry.chunks}) for dim in range(len(entry.shape))]
+    return TensorSummary(
         name,
-        list(entry.size),
-        str(entry.properties.dtype).removeprefix("torch."),
-        math.prod(entry.size) * entry.properties.dtype.itemsize,
+        list(entry.shape),
+        str(entry.dtype).removeprefix("torch."),
+        entry.num_bytes,
         "x".join(map(str, parts)) if math.prod(parts) > 1 else "whole",
     )

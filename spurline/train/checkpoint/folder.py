@@ -2,7 +2,8 @@
 
 step-00000100/                 a checkpoint: renamed to this when it was complete
   checkpoint.json              its record, with the size and checksum of every other file
-  .metadata, __0_0.distcp      the files of torch.distributed.checkpoint, one or more per rank
+  metadata.json                which part of which tensor lies where
+  rank-00000-00000.tensors     the tensors, in one or more files per rank
 .step-00000200.tmp/            a checkpoint that is being written, or was when the run was killed
 .step-00000100.replaced.tmp/   the old checkpoint while a new one of the same step is renamed
 .step-00000100.removed.tmp/    a checkpoint that is being removed
@@ -23,13 +24,15 @@ from spurline.train.checkpoint.record import RECORD, CheckpointRecord, read_reco
 class CheckpointFolder:
     """The checkpoints of one run, by step. Only one process at a time may change them."""
 
-    def __init__(self, run_folder: str | os.PathLike[str]) -> None:
+    def __init__(self, run_folder: str | os.PathLike[str], sign_key: bytes | None = None) -> None:
+        """With a key, records are signed, and those without a valid signature are not read."""
         self.path = Path(run_folder) / "checkpoints"
+        self._sign_key = sign_key
 
     def named_steps(self) -> list[int]:
         """The steps of all folders with the name of a checkpoint, intact or not, ascending."""
         names = [path.name for path in self.path.glob("step-*")]
-        return sorted(int(name.removeprefix("step-")) for name in names if re.fullmatch(r"step-\d{8,}", name))
+        return sorted(int(name.removeprefix("step-")) for name in names if re.fullmatch(r"step-[0-9]{8,18}", name))
 
     def steps(self) -> list[int]:
         """The steps of the complete checkpoints, ascending."""
@@ -50,7 +53,10 @@ class CheckpointFolder:
 
     def record(self, step: int) -> CheckpointRecord:
         """A ValueError says why it can't be read."""
-        return read_record(self.at(step))
+        record = read_record(self.at(step), self._sign_key)
+        if record.step != step:
+            raise ValueError(f"'{self.at(step)}' holds the checkpoint of step {record.step}: was the folder renamed?")
+        return record
 
     def problems(self, step: int, share: int = 0, num_shares: int = 1) -> list[str]:
         """What is wrong with the files of a checkpoint, or with every num_shares-th of them from number `share` on."""
@@ -62,13 +68,15 @@ class CheckpointFolder:
         found = [self._content_problem(step, stored) for stored in by_size[share::num_shares]]
         return [problem for problem in found if problem]
 
-    def problem_of(self, step: int, name: str) -> str:
-        """What is wrong with one file of a checkpoint whose record is intact, or ""."""
-        (stored,) = (stored for stored in self.record(step).files if stored.name == name)
-        return self._content_problem(step, stored)
+    def metadata_problem(self, step: int) -> str:
+        """What is wrong with the file that says where the tensors are, or ""."""
+        record = self.record(step)
+        stored = [stored for stored in record.files if stored.name == record.metadata_file]
+        missing = f"'{self.at(step)}' is damaged: its record does not list {record.metadata_file}"
+        return self._content_problem(step, stored[0]) if stored else missing
 
     def _content_problem(self, step: int, stored: StoredFile) -> str:
-        return content_problem(str(self.at(step)), stored, lambda num_bytes: None)
+        return content_problem(str(self.at(step)), stored)
 
     def best(self) -> int | None:
         """The step with the lowest validation loss; the newest of several."""
@@ -85,7 +93,7 @@ class CheckpointFolder:
     def publish(self, record: CheckpointRecord) -> None:
         """Turn the temporary folder of a step, with all files written, into its checkpoint."""
         temporary, path = self.temporary(record.step), self.at(record.step)
-        write_record(temporary, record)
+        write_record(temporary, record, self._sign_key)
         if path.exists():
             path.rename(self._aside(record.step))
         publish(temporary, path)

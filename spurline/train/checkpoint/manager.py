@@ -9,16 +9,17 @@ import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from spurline.train.checkpoint.compatibility import config_differences, tensor_differences
+from spurline.train.checkpoint.finite import is_finite, non_finite_names
 from spurline.train.checkpoint.folder import CheckpointFolder
 from spurline.train.checkpoint.random_state import random_state, restore_random_state, seed_random
-from spurline.train.checkpoint.ranks import DiskError, Ranks
+from spurline.train.checkpoint.ranks import Ranks
 from spurline.train.checkpoint.record import CheckpointRecord
 from spurline.train.checkpoint.staging import Staging
 from spurline.train.checkpoint.state import (
@@ -28,16 +29,22 @@ from spurline.train.checkpoint.state import (
     optimizer_tensors,
 )
 
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint import SavePlanner
+
+    from spurline.train.checkpoint.reader import StoredCheckpoint
+
 # `torch.distributed.checkpoint` takes most of a second to import, so only runs that save or load import it.
 
 
 class CheckpointManager:
     """The checkpoints of one run, written and read by all of its ranks together; an error on one is raised on all.
 
-    A checkpoint is one flat dict: `model.<name>` is a parameter or a persistent buffer, `optimizer.<state>.<name>` the
-    optimizer's state of a parameter, `random.<rank>` the random state of a rank, and `extra` belongs to the caller; its
-    `tokens_seen` and `validation_loss` are in checkpoint.json too. The optimizer's settings (learning rate, betas,
-    decay) are not saved: they come from the config, also when a run is resumed.
+    A checkpoint is a flat dict of tensors: `model.<name>` is a parameter or a persistent buffer,
+    `optimizer.<state>.<name>` the optimizer's state of a parameter, `random.<rank>` the random state of a rank as text.
+    `extra` is plain data of the caller in checkpoint.json; its `tokens_seen` and `validation_loss` have fields there.
+    The optimizer's settings (learning rate, betas, decay) are not saved: they come from the config, also when a run is
+    resumed. Model and optimizer hold finite values, or they are not saved and not loaded.
     """
 
     def __init__(
@@ -49,9 +56,13 @@ class CheckpointManager:
         in_background: bool = False,
         model_config: Mapping[str, Any] | None = None,
         say: Callable[[str], None] = lambda line: None,
+        sign_key: bytes | None = None,
     ) -> None:
-        """`model_config` is stored, and compared when a checkpoint is loaded; `say` shows a line to the user."""
-        self._files = CheckpointFolder(run_folder)
+        """`model_config` is stored, and compared when a checkpoint is loaded; `say` shows a line to the user.
+
+        With `sign_key`, checkpoints are signed, and those without a valid signature are not read.
+        """
+        self._files = CheckpointFolder(run_folder, sign_key)
         self.folder = self._files.path
         self.interval = interval
         self.keep_latest_k = keep_latest_k
@@ -84,13 +95,12 @@ class CheckpointManager:
         loss = extra.get("validation_loss")
         self._best_validation_loss = min((x for x in (self._best_validation_loss, loss) if x is not None), default=None)
         best, config = self._best_validation_loss, self._model_config
-        record = CheckpointRecord(step, ranks.size, extra.get("tokens_seen"), loss, best, config, files=[])
-        # In a tuple, a dict is stored as one object; otherwise each of its items would become an entry.
+        plain = as_plain_data(extra)
+        record = CheckpointRecord(step, ranks.size, extra.get("tokens_seen"), loss, best, config, [], plain)
         state = {
             **model_tensors(model),
             **optimizer_tensors(model, optimizer),
-            f"random.{ranks.rank}": (random_state(),),
-            "extra": (extra,),
+            f"random.{ranks.rank}": random_state(),
         }
         _ignore_warning_about_one_process()
         if self._background:
@@ -125,21 +135,40 @@ class CheckpointManager:
             self._ranks = Ranks(dist.new_group(backend="gloo") if separate else None)
         return self._ranks
 
-    def _write(self, record: CheckpointRecord, state: dict[str, Any], ranks: Ranks, **options: Any) -> None:
+    def _write(
+        self, record: CheckpointRecord, state: dict[str, Tensor], ranks: Ranks, planner: SavePlanner | None = None
+    ) -> None:
         from spurline.train.checkpoint.writer import write_state
 
         try:
+            if not_finite := self._not_finite(state, ranks):
+                raise ValueError(f"{not_finite}. The run has diverged: lower the learning rate, or look at the data")
             ranks.first(self._prepare_folder)
-            files = write_state(state, self._files.temporary(record.step), ranks, **options)
+            files = write_state(state, self._files.temporary(record.step), ranks, planner)
             ranks.first(lambda: self._publish(replace(record, files=files)))
         except Exception as error:
             if ranks.rank == 0:  # no rank is writing any more
                 shutil.rmtree(self._files.temporary(record.step), ignore_errors=True)
-            if not isinstance(error, DiskError):
+            if not isinstance(error, ValueError):
                 raise
             raise ValueError(
                 f"can't write the checkpoint of step {record.step}: {error}. Older checkpoints are unchanged"
             ) from error
+
+    def _not_finite(self, tensors: Mapping[str, Tensor], ranks: Ranks) -> str:
+        """Which tensor has an infinity or a NaN in the part of some rank, in words, the same on all ranks; or "".
+
+        Tensors on the meta device are made later, and checked then.
+        """
+        real = [(name, tensor) for name, tensor in tensors.items() if tensor.device.type != "meta"]
+        by_rank = ranks.gather(lambda: non_finite_names(real))
+        names = list(dict.fromkeys(name for names in by_rank for name in names))
+        if not names:
+            return ""
+        rank = next(rank for rank, found in enumerate(by_rank) if names[0] in found)
+        where = f" (rank {rank})" if ranks.size > 1 else ""
+        more = f", nor are {len(names) - 1} more tensors" if len(names) > 1 else ""
+        return f"{names[0]} is not finite{where}{more}"
 
     def _prepare_folder(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -156,31 +185,45 @@ class CheckpointManager:
 
     # Reading.
 
+    def open(self, step: int) -> StoredCheckpoint:
+        """The files of the checkpoint of `step`, all of which have their checksums; a ValueError if it is damaged."""
+        ranks = Ranks()
+        ranks.first(lambda: self._files.complete(step))
+        checkpoint, problems = self._verified(step, ranks)
+        if checkpoint is None:
+            raise ValueError(f"the checkpoint of step {step} is damaged: {'; '.join(problems)}")
+        return checkpoint
+
     def load(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
         """Load the model, and the optimizer if there is one, in place from `step`; returns the checkpoint's `extra`.
 
         A checkpoint that is damaged or of another model raises a ValueError before anything is changed.
         """
         ranks = Ranks()
-        ranks.first(lambda: self._files.complete(step))
-        if problems := self._problems(step, ranks):
-            raise ValueError(f"the checkpoint of step {step} is damaged: {'; '.join(problems)}")
-        return self._load(step, model, optimizer, ranks)
+        extra, not_finite = self._load(self.open(step), model, optimizer, ranks)
+        if not_finite:
+            raise ValueError(f"the checkpoint of step {step} is of a run that has diverged: {not_finite}")
+        return extra
 
     def load_newest(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, dict[str, Any]] | None:
-        """Load the newest intact checkpoint: its step and `extra`; None if there is no checkpoint at all."""
+        """Load the newest checkpoint that is intact and finite: its step and `extra`; None if there is none at all."""
         ranks = Ranks()
-        damaged: list[str] = []
+        passed: list[str] = []
         for step in reversed(ranks.first(self._cleaned_steps)):
-            problems = self._problems(step, ranks)
-            if not problems:
-                if damaged:
-                    self._say(f"falling back to the checkpoint of step {step}: {'; '.join(damaged)}")
-                return step, self._load(step, model, optimizer, ranks)
-            damaged.append(f"that of step {step} is damaged, {'; '.join(problems)}")
-        if damaged:
+            checkpoint, problems = self._verified(step, ranks)
+            if checkpoint is None:
+                passed.append(f"that of step {step} is damaged, {'; '.join(problems)}")
+                continue
+            extra, not_finite = self._load(checkpoint, model, optimizer, ranks)
+            if not_finite:
+                passed.append(f"that of step {step} is of a run that has diverged, {not_finite}")
+                continue
+            if passed:
+                self._say(f"falling back to the checkpoint of step {step}: {'; '.join(passed)}")
+            return step, extra
+        if passed:
             raise ValueError(
-                f"no checkpoint in {self.folder} is intact: {'; '.join(damaged)}."
+                f"no checkpoint in {self.folder} is intact: {'; '.join(passed)}."
                 " Restore one, or remove that folder to start from step 1"
             )
         return None
@@ -188,70 +231,77 @@ class CheckpointManager:
     def restore_random(self, step: int, seed: int) -> None:
         """Restore this rank's random state of `step`, or seed it anew if the number of ranks has changed."""
         ranks = Ranks()
-        if self._files.record(step).num_ranks != ranks.size:
+        record = self._files.record(step)
+        if record.num_ranks != ranks.size:
             seed_random(seed, step, ranks.rank)
             return
-        state: dict[str, Any] = {f"random.{ranks.rank}": None}
-        self._read(state, step, ranks)
-        restore_random_state(state[f"random.{ranks.rank}"][0])
+        ranks.gather(lambda: restore_random_state(self._stored(step).random_state(ranks.rank)))
 
     def _cleaned_steps(self) -> list[int]:
         self._files.clean()
         return self._files.named_steps()
 
-    def _problems(self, step: int, ranks: Ranks) -> list[str]:
-        """What is wrong with a checkpoint; each rank checks a share of its files."""
+    def _verified(self, step: int, ranks: Ranks) -> tuple[StoredCheckpoint | None, list[str]]:
+        """The checkpoint, or what is wrong with it; each rank compares a share of the files with their checksums."""
         by_rank = ranks.gather(lambda: self._files.problems(step, ranks.rank, ranks.size))
-        return list(dict.fromkeys(problem for problems in by_rank for problem in problems))
+        problems = list(dict.fromkeys(problem for problems in by_rank for problem in problems))
+        checkpoint = None
+        if not problems:
+            try:
+                checkpoint = self._stored(step)
+            except ValueError as error:  # the same files on all ranks, so the same error
+                problems = [str(error)]
+        return checkpoint, problems
+
+    def _stored(self, step: int) -> StoredCheckpoint:
+        from spurline.train.checkpoint.reader import StoredCheckpoint
+
+        return StoredCheckpoint(self._files.at(step), self._files.record(step))
 
     def _load(
-        self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: Ranks
-    ) -> dict[str, Any]:
-        tensors = model_tensors(model)
-        saved: dict[str, Any] = {}
+        self, checkpoint: StoredCheckpoint, model: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: Ranks
+    ) -> tuple[dict[str, Any], str]:
+        """Load in place; returns `extra`, and which tensor is not finite (or "")."""
+        tensors, saved = model_tensors(model), checkpoint.layout.tensors
+        extra: dict[str, Any] = {}
+        of_optimizer: dict[str, Tensor] = {}
 
         def check() -> None:
-            saved.update(self._saved(step))
-            self._check_model(step, tensor_differences(saved, tensors))
+            self._check_model(checkpoint, tensor_differences(saved, tensors))
+            extra.update(checkpoint.extra)
+            of_optimizer.update(empty_optimizer_tensors(saved, model) if optimizer else {})
 
         ranks.gather(check)
-        of_optimizer = empty_optimizer_tensors(saved, model) if optimizer else {}
-        state: dict[str, Any] = {**tensors, **of_optimizer, "extra": None}
-        self._read(state, step, ranks)
+        state = {**tensors, **of_optimizer}
+        self._read(checkpoint, state, ranks)
         model.load_state_dict({name.removeprefix("model."): state[name] for name in tensors})
         if optimizer:
             load_optimizer_tensors(model, optimizer, of_optimizer)
-            self._best_validation_loss = self._files.record(step).best_validation_loss
-        return state["extra"][0]
+            self._best_validation_loss = checkpoint.record.best_validation_loss
+        return extra, self._not_finite(state, ranks)
 
-    def _check_model(self, step: int, wrong_tensors: list[str]) -> None:
-        stored = self._files.record(step).model
+    def _check_model(self, checkpoint: StoredCheckpoint, wrong_tensors: list[str]) -> None:
+        stored = checkpoint.record.model
         both_known = stored is not None and self._model_config is not None
         differences = config_differences(stored, self._model_config) if both_known else []
         if wrong_tensors:
             shown = differences or wrong_tensors[:5]
             more = f"; and {len(wrong_tensors) - 5} more" if not differences and len(wrong_tensors) > 5 else ""
             raise ValueError(
-                f"checkpoint {self._files.at(step)} is of another model: {'; '.join(shown)}{more}."
+                f"checkpoint {checkpoint.folder} is of another model: {'; '.join(shown)}{more}."
                 " Use the model options it was written with, or another --job.dump_folder"
             )
         if differences:
             self._say(f"the checkpoint was written with other model options: {'; '.join(differences)}")
 
-    def _read(self, state: dict[str, Any], step: int, ranks: Ranks, alone: bool = False) -> None:
+    def _read(self, checkpoint: StoredCheckpoint, state: dict[str, Tensor], ranks: Ranks) -> None:
         import torch.distributed.checkpoint as dcp
 
         _ignore_warning_about_one_process()
         try:
-            dcp.load(state, checkpoint_id=self._files.at(step), no_dist=alone)
+            checkpoint.load(state, ranks.group)
         except dcp.api.CheckpointException as error:
             ranks.raise_failure(error)
-
-    def _saved(self, step: int) -> dict[str, Any]:
-        """The metadata of each entry of a checkpoint."""
-        import torch.distributed.checkpoint as dcp
-
-        return dcp.FileSystemReader(self._files.at(step)).read_metadata().state_dict_metadata
 
     # Models without optimizer state, one tensor at a time.
 
@@ -266,30 +316,25 @@ class CheckpointManager:
 
         class ReadingPlanner(dcp.DefaultSavePlanner):
             def lookup_object(self, index: Any) -> Any:
-                is_tensor = index.fqn.startswith("model.")
-                return read(index.fqn.removeprefix("model.")) if is_tensor else super().lookup_object(index)
+                tensor = read(index.fqn.removeprefix("model."))
+                if not is_finite(tensor):
+                    raise ValueError(f"{index.fqn} is not finite")
+                return tensor
 
-        state = {**{f"model.{name}": tensor for name, tensor in tensors.items()}, "extra": (extra,)}
-        record = CheckpointRecord(step, 0, extra.get("tokens_seen"), None, None, self._model_config, files=[])
+        state = {f"model.{name}": tensor for name, tensor in tensors.items()}
+        plain = as_plain_data(extra)
+        record = CheckpointRecord(step, 0, extra.get("tokens_seen"), None, None, self._model_config, [], plain)
         _ignore_warning_about_one_process()
-        # A file for each tensor: the writer keeps all tensors of a file in memory until the file is complete.
-        self._write(record, state, Ranks(), planner=ReadingPlanner(), single_file_per_rank=False)
+        self._write(record, state, Ranks(), ReadingPlanner())
 
-    def tensors(self, step: int) -> dict[str, Tensor]:
-        """The model's tensors in the checkpoint of `step`, by name, on the meta device."""
-        self._files.complete(step)
-        return {
-            name.removeprefix("model."): torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
-            for name, entry in self._saved(step).items()
-            if name.startswith("model.")
-        }
 
-    def read_tensor(self, step: int, name: str, like: Tensor) -> Tensor:
-        """One full tensor of the model, with the shape and dtype of `like`, however it was sharded."""
-        self._files.complete(step)
-        state = {f"model.{name}": torch.empty(like.shape, dtype=like.dtype)}
-        self._read(state, step, Ranks(), alone=True)
-        return state[f"model.{name}"]
+def as_plain_data(extra: dict[str, Any]) -> dict[str, Any]:
+    """As JSON returns it, which has no tensors and makes lists of tuples."""
+    try:
+        plain: dict[str, Any] = json.loads(json.dumps(extra))
+    except TypeError as error:
+        raise ValueError(f"the extra of a checkpoint must be plain data (JSON): {error}") from None
+    return plain
 
 
 def _ignore_warning_about_one_process() -> None:

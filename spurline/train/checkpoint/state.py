@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
+
+from spurline.train.checkpoint.layout import TensorLayout
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -20,18 +22,20 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
     }
 
 
-def empty_optimizer_tensors(saved: dict[str, Any], model: nn.Module) -> dict[str, Tensor]:
+def empty_optimizer_tensors(saved: Mapping[str, TensorLayout], model: nn.Module) -> dict[str, Tensor]:
     """Empty tensors for the saved optimizer state; a new optimizer has no state before its first step."""
     parameters = dict(model.named_parameters())
     empty = {}
     for name, entry in saved.items():
         if name.startswith("optimizer."):
-            parameter, dtype = parameters[name.split(".", 2)[2]], entry.properties.dtype
+            _, key, of = [*name.split(".", 2), "", ""][:3]
+            if of not in parameters:
+                raise ValueError(f"the checkpoint has optimizer state {key!r} of {of!r}, which the model does not have")
             # Moments have the shape and sharding of their parameter; the step count has its own shape.
-            if entry.size == parameter.shape:
-                empty[name] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+            if entry.shape == tuple(parameters[of].shape):
+                empty[name] = torch.empty_like(parameters[of], dtype=entry.dtype, requires_grad=False)
             else:
-                empty[name] = torch.empty(entry.size, dtype=dtype)
+                empty[name] = torch.empty(entry.shape, dtype=entry.dtype)
     return empty
 
 

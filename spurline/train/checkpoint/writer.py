@@ -1,30 +1,34 @@
-"""Write a state with torch.distributed.checkpoint, computing the checksum of each file while it is written."""
+"""Write tensors as plain bytes, computing the checksum of each file while it is written.
+
+torch.distributed.checkpoint plans who writes which part; what is written is ours: rank-00000-00000.tensors holds the
+bytes of one tensor after the other, and metadata.json says where each is (layout.py).
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch import Tensor
+from torch.futures import Future
 
 from spurline.data.prepared_index import StoredFile
+from spurline.train.checkpoint.layout import METADATA, Chunk, Place, TensorLayout, to_json
 from spurline.train.checkpoint.ranks import Ranks
+
+MAX_FILE_BYTES = 4 * 10**9
+"""A file ends with the tensor that exceeds this, so that ranks can share the work of verifying files."""
 
 
 def write_state(
-    state: dict[str, Any],
-    folder: Path,
-    ranks: Ranks,
-    planner: dcp.SavePlanner | None = None,
-    single_file_per_rank: bool = True,
+    state: dict[str, Tensor], folder: Path, ranks: Ranks, planner: dcp.SavePlanner | None = None
 ) -> list[StoredFile]:
     """Write `state` into an empty or new folder; returns the files of all ranks. An error on one is raised on all."""
-    writer = ChecksummedWriter(folder, single_file_per_rank)
+    writer = TensorWriter(folder, ranks.rank)
     try:
         dcp.save(state, storage_writer=writer, planner=planner, process_group=ranks.group)
     except dcp.api.CheckpointException as error:
@@ -33,67 +37,85 @@ def write_state(
     return sorted((stored for of_rank in of_ranks for stored in of_rank), key=lambda stored: stored.name)
 
 
-class ChecksummedWriter(dcp.FileSystemWriter):
-    def __init__(self, folder: Path, single_file_per_rank: bool = True) -> None:
-        super().__init__(folder, single_file_per_rank=single_file_per_rank)
-        self.fs = self._files = _ChecksummedFiles()
-
-    @property
-    def stored(self) -> list[StoredFile]:
+class TensorWriter(dcp.StorageWriter):
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._folder, self._rank = folder, rank
+        self.stored: list[StoredFile] = []
         """The files that this rank has written."""
-        return list(self._files.stored.values())
 
-    def write_data(self, plan: Any, planner: Any) -> Any:
-        with _original_disk_errors():
-            return super().write_data(plan, planner)
+    def reset(self, checkpoint_id: Any = None) -> None:
+        pass
 
-    def finish(self, metadata: Any, results: Any) -> None:
-        with _original_disk_errors():
-            super().finish(metadata, results)
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        return plan
+
+    def prepare_global_plan(self, plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
+        return plans
+
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[Any]:
+        results = []
+        stream: ChecksummedStream | None = None
+        for item in plan.items:
+            if stream is None:
+                stream = ChecksummedStream(self._folder, f"rank-{self._rank:05d}-{len(self.stored):05d}.tensors")
+            data = _bytes_of(planner.resolve_data(item))
+            place = Place(stream.name, stream.num_bytes, data.nbytes)
+            stream.write(data)
+            results.append(dcp.storage.WriteResult(item.index, data.nbytes, place))
+            if stream.num_bytes >= MAX_FILE_BYTES:
+                self.stored.append(stream.finish())
+                stream = None
+        if stream is not None:
+            self.stored.append(stream.finish())
+        written: Future[Any] = Future()
+        written.set_result(results)
+        return written
+
+    def finish(self, metadata: dcp.Metadata, results: list[list[Any]]) -> None:
+        places = {(r.index.fqn, tuple(r.index.offset)): r.storage_data for of_rank in results for r in of_rank}
+        layout = {}
+        for name, entry in metadata.state_dict_metadata.items():
+            assert isinstance(entry, dcp.TensorStorageMetadata), f"{name} is not a tensor"
+            boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
+            chunks = tuple(Chunk(offsets, sizes, places[name, offsets]) for offsets, sizes in boxes)
+            layout[name] = TensorLayout(entry.properties.dtype, tuple(entry.size), chunks)
+        stream = ChecksummedStream(self._folder, METADATA)
+        stream.write(to_json(layout).encode())
+        self.stored.append(stream.finish())
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
 
 
-class _ChecksummedFiles(FileSystem):
-    def __init__(self) -> None:
-        self.stored: dict[str, StoredFile] = {}
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        with super().create_stream(path, mode) as file:
-            stream = ChecksummedStream(file)
-            yield stream
-        name = Path(path).name
-        self.stored[name] = StoredFile(name, stream.num_bytes, stream.sha256.hexdigest())
-
-    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        super().rename(path, new_path)
-        stored, name = self.stored.pop(Path(path).name), Path(new_path).name
-        self.stored[name] = StoredFile(name, stored.num_bytes, stored.sha256)
+def _bytes_of(tensor: Any) -> memoryview:
+    assert isinstance(tensor, Tensor)
+    data: memoryview = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+    return data
 
 
 class ChecksummedStream:
-    """A file that is written sequentially."""
+    """A new file that is written from its beginning to its end."""
 
-    def __init__(self, file: Any) -> None:
-        self._file = file
+    def __init__(self, folder: Path, name: str) -> None:
+        self.name = name
         self.num_bytes = 0
-        self.sha256 = hashlib.sha256()
-        self.tell, self.flush, self.fileno, self.close = file.tell, file.flush, file.fileno, file.close
+        self._sha256 = hashlib.sha256()
+        self._file = open(folder / name, "wb", buffering=0)  # noqa: SIM115 (finish() closes it)
 
-    def write(self, data: Any) -> int:
-        self._file.write(data)
-        self.sha256.update(data)
-        size = memoryview(data).nbytes
-        self.num_bytes += size
-        return size
+    def write(self, data: bytes | memoryview) -> None:
+        self._sha256.update(data)
+        self.num_bytes += len(data)
+        rest = memoryview(data)
+        while len(rest):  # one call writes at most 2 GB
+            rest = rest[self._file.write(rest) :]
 
-
-@contextmanager
-def _original_disk_errors() -> Iterator[None]:
-    """Raise the OSError behind a RuntimeError: torch.save hides a full disk behind an error about file positions."""
-    try:
-        yield
-    except RuntimeError as error:
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, OSError):
-            cause = cause.__cause__ or cause.__context__
-        raise cause or error from None
+    def finish(self) -> StoredFile:
+        """Flush the file to the disk."""
+        with self._file:
+            os.fsync(self._file.fileno())
+        return StoredFile(self.name, self.num_bytes, self._sha256.hexdigest())

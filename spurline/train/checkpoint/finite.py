@@ -1,0 +1,38 @@
+"""Whether tensors have only finite values, in one pass over them and without a copy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def non_finite_names(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """The names of those whose part on this rank has an infinity or a NaN. Reads the device once."""
+    named = [
+        (name, tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+        for name, tensor in tensors
+        if tensor.is_floating_point()
+    ]
+    sums = [_sum(tensor) for _, tensor in named]
+    if not sums or torch.stack(sums).isfinite().all():
+        return []
+    # The sum of finite values may overflow, so look at each value where the sum is not finite.
+    suspects = [named[i] for i in torch.stack(sums).isfinite().logical_not().nonzero().flatten().tolist()]
+    return [name for name, tensor in suspects if not _as_float(tensor).isfinite().all()]
+
+
+def is_finite(tensor: Tensor) -> bool:
+    return not non_finite_names([("", tensor)])
+
+
+def _sum(tensor: Tensor) -> Tensor:
+    # An infinity or a NaN stays one in every sum it is part of.
+    return _as_float(tensor.detach()).sum(dtype=torch.float32 if tensor.dtype != torch.float64 else None).float()
+
+
+def _as_float(tensor: Tensor) -> Tensor:
+    """Types of 8 bits have no sums."""
+    return tensor.float() if tensor.dtype.itemsize == 1 else tensor

@@ -1,0 +1,150 @@
+"""metadata.json: which part of which tensor lies where in the files of a checkpoint.
+
+{"tensors": {NAME: {"dtype": "float32", "shape": [8, 4], "chunks": [[OFFSETS, SIZES, FILE, BEGIN], ...]}}}
+
+A chunk is a box of the tensor at OFFSETS: the little-endian bytes of its elements, row by row, from byte BEGIN of FILE.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spurline.untrusted import read_json, reason
+
+METADATA = "metadata.json"
+MAX_DIMS = 16
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """A range of bytes in a file of the checkpoint."""
+
+    file: str
+    begin: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a tensor, and where it is stored."""
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    place: Place
+
+
+@dataclass(frozen=True)
+class TensorLayout:
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Layout:
+    tensors: dict[str, TensorLayout]
+    objects: dict[str, Place] = field(default_factory=dict)
+    """Pickled objects of version 1, which only version1.py reads."""
+
+
+def to_json(tensors: Mapping[str, TensorLayout]) -> str:
+    content = {
+        name: {
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "shape": tensor.shape,
+            "chunks": [[chunk.offsets, chunk.shape, chunk.place.file, chunk.place.begin] for chunk in tensor.chunks],
+        }
+        for name, tensor in tensors.items()
+    }
+    return json.dumps({"tensors": content}, separators=(",", ":"))
+
+
+def read_layout(folder: Path, file_sizes: Mapping[str, int]) -> Layout:
+    """The layout in metadata.json; a ValueError unless every chunk lies inside its tensor and its file.
+
+    `file_sizes` are those of checkpoint.json, by name.
+    """
+    path = folder / METADATA
+    try:
+        layout = Layout(dict(_tensors(read_json(path))))
+        check_layout(layout, file_sizes)
+    except OSError as error:
+        raise ValueError(f"can't read '{path}': {reason(error)}") from None
+    except ValueError as error:
+        raise ValueError(f"'{path}' is damaged: {error}") from None
+    return layout
+
+
+def _tensors(content: Any) -> Iterator[tuple[str, TensorLayout]]:
+    match content:
+        case {"tensors": dict(tensors)}:
+            for name, entry in tensors.items():
+                yield name, _tensor(name, entry)
+        case _:
+            raise ValueError("it has no tensors")
+
+
+def _tensor(name: str, entry: Any) -> TensorLayout:
+    match entry:
+        case {"dtype": str(dtype), "shape": [*shape], "chunks": [*chunks]} if dtype in DTYPES:
+            return TensorLayout(
+                DTYPES[dtype], _sizes(name, shape), tuple(_chunk(name, c, DTYPES[dtype].itemsize) for c in chunks)
+            )
+    raise ValueError(f"the entry of tensor {name!r} is not valid")
+
+
+def _chunk(name: str, entry: Any, itemsize: int) -> Chunk:
+    match entry:
+        case [[*offsets], [*sizes], str(file), int(begin)] if type(begin) is int:
+            shape = _sizes(name, sizes)
+            return Chunk(_sizes(name, offsets), shape, Place(file, begin, math.prod(shape) * itemsize))
+    raise ValueError(f"a chunk of tensor {name!r} is not valid")
+
+
+def _sizes(name: str, values: list[Any]) -> tuple[int, ...]:
+    if len(values) <= MAX_DIMS and all(type(value) is int and 0 <= value < 2**62 for value in values):
+        return tuple(values)
+    raise ValueError(f"a shape or offset of tensor {name!r} is not valid")
+
+
+def check_layout(layout: Layout, file_sizes: Mapping[str, int]) -> None:
+    """Raise a ValueError unless chunks fill their tensor and lie in it, and all bytes lie in the recorded files."""
+    for name, tensor in layout.tensors.items():
+        for chunk in tensor.chunks:
+            if not len(tensor.shape) == len(chunk.offsets) == len(chunk.shape) or any(
+                offset + size > whole
+                for offset, size, whole in zip(chunk.offsets, chunk.shape, tensor.shape, strict=True)
+            ):
+                raise ValueError(f"a chunk of tensor {name!r} is not inside of it")
+            _check_place(name, chunk.place, file_sizes)
+        sizes = [(chunk.offsets, math.prod(chunk.shape)) for chunk in tensor.chunks if math.prod(chunk.shape)]
+        fills = sum(size for _, size in sizes) == math.prod(tensor.shape)
+        if not fills or len({offsets for offsets, _ in sizes}) < len(sizes):
+            raise ValueError(f"the chunks of tensor {name!r} do not fill it")
+    for name, place in layout.objects.items():
+        _check_place(name, place, file_sizes)
+
+
+def _check_place(name: str, place: Place, file_sizes: Mapping[str, int]) -> None:
+    if place.file not in file_sizes:
+        raise ValueError(f"{name!r} is in the file {place.file!r}, which checkpoint.json does not list")
+    if place.begin < 0 or place.num_bytes < 0 or place.begin + place.num_bytes > file_sizes[place.file]:
+        raise ValueError(f"{name!r} lies outside of the file {place.file!r}")

@@ -1,0 +1,306 @@
+"""Checkpoints that a stranger has made: nothing of them runs, and what is wrong is one line."""
+
+import json
+import os
+import pickle
+import random
+
+import numpy as np
+import pytest
+import torch
+import version1_checkpoints as version1
+from torch import nn
+
+from spurline.train.checkpoint.folder import CheckpointFolder
+from spurline.train.checkpoint.manager import CheckpointManager
+from spurline.train.checkpoint.plain_pickle import read_pickle
+
+
+def make(seed=0):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2, dtype=torch.bfloat16))
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def trained(seed=0):
+    model, optimizer = make(seed)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    return model, optimizer
+
+
+def draw():
+    return random.random(), np.random.rand(), torch.rand(2).tolist()
+
+
+class Payload:
+    """What runs when it is unpickled."""
+
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.marker),)
+
+
+@pytest.fixture
+def marker(tmp_path):
+    return tmp_path / "it ran"
+
+
+# Version 1 through the safe reader.
+
+
+def test_a_checkpoint_of_version_1_is_loaded_bit_for_bit(tmp_path):
+    model, optimizer = trained()
+    version1.save(tmp_path, 3, model, optimizer, {"tokens_seen": 7, "validation_loss": None})
+    expected = draw()
+    other, other_optimizer = make(seed=1)
+    checkpoints = CheckpointManager(tmp_path, 1, 0)
+    extra = {"tokens_seen": 7, "validation_loss": None}
+    assert checkpoints.load_newest(other, other_optimizer) == (3, extra)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(other.state_dict()[name], tensor), name
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        for key, value in optimizer.state[mine].items():
+            assert torch.equal(other_optimizer.state[theirs][key], value), key
+    checkpoints.restore_random(3, seed=0)
+    assert draw() == expected
+
+
+def test_the_same_tensors_are_read_by_our_reader_and_by_theirs(tmp_path):
+    folder = version1.save(tmp_path, 1, *trained(), {})
+    stored = CheckpointManager(tmp_path, 1, 0).open(1)
+    state = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in stored.layout.tensors.items()}
+    torch.distributed.checkpoint.load(state, checkpoint_id=folder, no_dist=True)
+    for name, tensor in state.items():
+        assert torch.equal(stored.read_tensor(name), tensor), name
+
+
+# What was made to run.
+
+
+def hostile_metadata(tmp_path, marker):
+    folder = version1.save(tmp_path / "run", 1, *trained(), {"tokens_seen": 7})
+    path = folder / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    metadata.planner_data = Payload(marker)
+    path.write_bytes(pickle.dumps(metadata))
+    version1.seal(folder, 1)
+
+
+def hostile_extra(tmp_path, marker):
+    version1.save(tmp_path / "run", 1, *trained(), {}, lambda state: {**state, "extra": (Payload(marker),)})
+
+
+@pytest.mark.parametrize("craft", [hostile_metadata, hostile_extra])
+def test_what_a_hostile_checkpoint_wants_to_run_does_not(tmp_path, marker, craft):
+    craft(tmp_path, marker)
+    model, optimizer = make()
+    checkpoints = CheckpointManager(tmp_path / "run", 1, 0)
+    with pytest.raises(ValueError, match=r"names 'posix\.mkdir', which is not allowed") as refused:
+        checkpoints.load_newest(model, optimizer)
+    assert "\n" not in str(refused.value)
+    with pytest.raises(ValueError, match=r"names 'posix\.mkdir'"):
+        checkpoints.load(1, model, None)
+    assert not marker.exists()
+
+
+def test_the_payload_does_run_in_the_unpickler_of_python(marker):
+    pickle.loads(pickle.dumps(Payload(marker)))
+    assert marker.exists()
+
+
+def test_a_hostile_random_state_is_refused(tmp_path, marker):
+    version1.save(tmp_path, 1, *trained(), {}, lambda state: {**state, "random.0": (Payload(marker),)})
+    with pytest.raises(ValueError, match="not allowed"):
+        CheckpointManager(tmp_path, 1, 0).restore_random(1, seed=0)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"cos\nsystem\n(S'true'\ntR.",
+        b"\x80\x04\x8c\x08builtins\x8c\x04eval\x93\x8c\x011\x85R.",
+        b"\x80\x02cbuiltins\ngetattr\n.",
+        b"(ios\nsystem\n.",
+        b"\x80\x02}(\x88\x88\x86\x88u.",
+        b"\x80\x04" + b"(" * 100_000,
+        b"\x80\x04\x95\xff\xff\xff\xff\xff\xff\xff\xff",
+        b"\x80\x04X\xff\xff\xff\x7f",
+        b"",
+    ],
+)
+def test_pickles_of_other_kinds_are_one_line(content):
+    with pytest.raises(ValueError, match=r"not allowed|outside|keys|pickle|frame size") as refused:
+        read_pickle(content, {})
+    assert "\n" not in str(refused.value)
+
+
+def test_a_key_whose_hash_would_overflow_the_stack_is_refused():
+    deep = b"\x80\x04})" + b"\x85" * 200_000 + b"K\x01s."
+    with pytest.raises(ValueError, match="keys are not plain"):
+        read_pickle(deep, {})
+
+
+# Files that point elsewhere.
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"relative_path": "../../secret"}, "which checkpoint.json does not list"),
+        ({"offset": 10**9}, "lies outside of the file"),
+        ({"length": -1}, "lies outside of the file"),
+        ({"length": 10**12}, "lies outside of the file"),
+    ],
+)
+def test_metadata_of_version_1_stays_inside_of_its_files(tmp_path, changes, told):
+    folder = version1.save(tmp_path, 1, *trained(), {"tokens_seen": 7})
+    version1.rewrite_metadata(folder, 1, lambda metadata: version1.with_place(metadata, "model.0.weight", **changes))
+    with pytest.raises(ValueError, match=told):
+        CheckpointManager(tmp_path, 1, 0).load(1, *make())
+
+
+def rewrite(folder, change):
+    """Change metadata.json, and make checkpoint.json fit, as anybody can."""
+    path = folder / "metadata.json"
+    content = json.loads(path.read_text())
+    change(content["tensors"])
+    path.write_text(json.dumps(content))
+    record = json.loads((folder / "checkpoint.json").read_text())["checkpoint"]
+    version1.seal(folder, record["step"])
+    files = json.loads((folder / "checkpoint.json").read_text())["checkpoint"]["files"]
+    version1.reseal(folder, {**record, "files": files})
+
+
+def set_chunk(place, value):
+    def change(tensors):
+        tensors["model.0.weight"]["chunks"][0][place] = value
+
+    return change
+
+
+def set_shape(tensors):
+    tensors["optimizer.exp_avg.0.weight"]["shape"] = [2**40, 2**20]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (set_chunk(2, "/etc/passwd"), "which checkpoint.json does not list"),
+        (set_chunk(2, "../checkpoint.json"), "which checkpoint.json does not list"),
+        (set_chunk(3, 10**9), "lies outside of the file"),
+        (set_chunk(3, -1), "lies outside of the file"),
+        (set_chunk(1, [2**40, 3]), "is not inside of it"),
+        (set_chunk(1, [1, 3]), "do not fill it"),
+        (set_chunk(0, ["a"]), "is not valid"),
+        (set_shape, "do not fill it"),
+        (lambda tensors: tensors["model.0.weight"].update(dtype="object"), "is not valid"),
+        (lambda tensors: tensors["model.0.weight"].update(chunks=[]), "do not fill it"),
+    ],
+)
+def test_metadata_stays_inside_of_its_files(tmp_path, change, told):
+    CheckpointManager(tmp_path, 1, 0).save(1, *trained(), {})
+    rewrite(tmp_path / "checkpoints" / "step-00000001", change)
+    with pytest.raises(ValueError, match=told) as refused:
+        CheckpointManager(tmp_path, 1, 0).load_newest(*make())
+    assert "\n" not in str(refused.value)
+
+
+def test_a_renamed_folder_is_not_taken_for_another_step(tmp_path):
+    checkpoints = CheckpointManager(tmp_path, 1, 0)
+    checkpoints.save(10, *trained(), {})
+    (checkpoints.folder / "step-00000010").rename(checkpoints.folder / "step-00000030")
+    with pytest.raises(ValueError, match="holds the checkpoint of step 10: was the folder renamed"):
+        checkpoints.load_newest(*make())
+
+
+# Signatures.
+
+KEY, OTHER_KEY = b"k" * 32, b"o" * 32
+
+
+def test_only_what_was_signed_with_the_key_is_loaded(tmp_path):
+    CheckpointManager(tmp_path, 1, 0, sign_key=KEY).save(1, *trained(), {"tokens_seen": 1})
+    assert CheckpointManager(tmp_path, 1, 0, sign_key=KEY).load_newest(*make()) == (1, {"tokens_seen": 1})
+    assert CheckpointManager(tmp_path, 1, 0).load_newest(*make()) == (1, {"tokens_seen": 1})
+    with pytest.raises(ValueError, match="was signed with another key, or changed since"):
+        CheckpointManager(tmp_path, 1, 0, sign_key=OTHER_KEY).load_newest(*make())
+
+
+def test_what_is_not_signed_is_passed_over_for_what_is(tmp_path):
+    CheckpointManager(tmp_path, 1, 0, sign_key=KEY).save(1, *trained(), {})
+    CheckpointManager(tmp_path, 1, 0).save(2, *trained(), {})
+    said = []
+    assert CheckpointManager(tmp_path, 1, 0, sign_key=KEY, say=said.append).load_newest(*make())[0] == 1
+    assert "it is not signed, and a signature is required" in said[0]
+
+
+def test_a_change_behind_a_new_checksum_is_found_by_the_signature(tmp_path):
+    CheckpointManager(tmp_path, 1, 0, sign_key=KEY).save(1, *trained(), {})
+    path = tmp_path / "checkpoints" / "step-00000001" / "checkpoint.json"
+    stored = json.loads(path.read_text())
+    version1.reseal(path.parent, {**stored["checkpoint"], "tokens_seen": 9})
+    changed = json.loads(path.read_text())
+    path.write_text(json.dumps({**changed, "hmac_sha256": stored["hmac_sha256"]}))
+    assert CheckpointFolder(tmp_path).record(1).tokens_seen == 9
+    with pytest.raises(ValueError, match="or changed since"):
+        CheckpointFolder(tmp_path, KEY).record(1)
+
+
+# Runs that have diverged.
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("in_background", [False, True])
+def test_what_is_not_finite_is_not_published(tmp_path, value, in_background):
+    checkpoints = CheckpointManager(tmp_path, 1, 0, in_background=in_background)
+    checkpoints.save(1, *trained(), {})
+    model, optimizer = trained()
+    model[1].weight.data[0, 1] = value
+
+    def save():
+        checkpoints.save(2, model, optimizer, {})
+        checkpoints.wait()
+
+    with pytest.raises(ValueError, match=r"checkpoint of step 2: model\.1\.weight is not finite"):
+        save()
+    assert CheckpointFolder(tmp_path).named_steps() == [1]
+    checkpoints.close()
+
+
+def test_the_state_of_the_optimizer_is_looked_at_too(tmp_path):
+    model, optimizer = trained()
+    optimizer.state[model[0].bias]["exp_avg_sq"][2] = float("inf")
+    with pytest.raises(ValueError, match=r"optimizer\.exp_avg_sq\.0\.bias is not finite"):
+        CheckpointManager(tmp_path, 1, 0).save(1, model, optimizer, {})
+
+
+def test_large_values_whose_sum_overflows_are_finite(tmp_path):
+    model, optimizer = trained()
+    model[0].weight.data.fill_(3e38)
+    CheckpointManager(tmp_path, 1, 0).save(1, model, optimizer, {})
+    assert CheckpointFolder(tmp_path).steps() == [1]
+
+
+def test_a_poisoned_checkpoint_is_passed_over_for_an_older_one(tmp_path):
+    """As earlier versions published it."""
+    good, _ = trained()
+    version1.save(tmp_path, 1, *trained(), {"tokens_seen": 1})
+    model, optimizer = trained(seed=1)
+    model[0].weight.data[0, 0] = float("nan")
+    version1.save(tmp_path, 2, model, optimizer, {"tokens_seen": 2})
+    said = []
+    checkpoints = CheckpointManager(tmp_path, 1, 0, say=said.append)
+    other, other_optimizer = make(seed=2)
+    assert checkpoints.load_newest(other, other_optimizer)[0] == 1
+    assert torch.equal(other[0].weight, good[0].weight)
+    assert said == [
+        "falling back to the checkpoint of step 1: that of step 2 is of a run that has diverged,"
+        " model.0.weight is not finite"
+    ]
+    with pytest.raises(ValueError, match=r"step 2 is of a run that has diverged: model\.0\.weight is not finite"):
+        checkpoints.load(2, *make())
