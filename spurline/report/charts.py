@@ -5,8 +5,11 @@ from __future__ import annotations
 import base64
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from spurline.report.read import Record, Run
 from spurline.report.thin import mean_by_stretch, stretches, thin
@@ -46,22 +49,24 @@ def _field(name: str, scale: float = 1.0) -> Callable[[Record], float | None]:
 
 
 def _busiest(record: Record) -> float | None:
-    loads = [max(rows) * len(rows) / sum(rows) for rows in _expert_load(record).values() if sum(rows)]
+    loads = [float(rows.max() * len(rows) / rows.sum()) for rows in _expert_load(record).values() if rows.any()]
     return max(loads, default=None)
 
 
 def _dead(record: Record) -> int | None:
     layers = _expert_load(record).values()
-    return sum(rows.count(0) for rows in layers) if layers else None
+    return sum(len(rows) - int(np.count_nonzero(rows)) for rows in layers) if layers else None
 
 
 def _lowest_entropy(record: Record) -> float | None:
-    layers = (record.get("routing") or {}).values()
-    return min((layer["entropy"] for layer in layers if layer.get("entropy") is not None), default=None)
+    layers = [layer for layer in (record.get("routing") or {}).values() if isinstance(layer, dict)]
+    known = [layer["entropy"] for layer in layers if isinstance(layer.get("entropy"), int | float)]
+    return min(known, default=None)
 
 
-def _expert_load(record: Record) -> dict[str, list[float]]:
-    return {layer: rows for layer, rows in (record.get("expert_load") or {}).items() if rows}
+def _expert_load(record: Record) -> Mapping[str, npt.NDArray[Any]]:
+    loads: Mapping[str, npt.NDArray[Any]] = record.get("expert_load") or {}
+    return loads
 
 
 def _curve(name: str, scale: float = 1.0) -> list[Curve]:
@@ -200,11 +205,15 @@ def draw_time(run: Run) -> dict[str, Any] | None:
     parts = []
     for name in order:
         if name in found:
-            seconds = [record["step_time_parts"].get(name) or 0.0 for record in timed]
+            seconds = [_seconds(record["step_time_parts"].get(name)) for record in timed]
             parts.append({"name": name, "label": PART_NAMES.get(name, name)})
             parts[-1]["y"] = mean_by_stretch([1000 * second for second in seconds], STACK_POINTS)
     steps = [timed[stretch[0]]["step"] for stretch in stretches(len(timed), STACK_POINTS)]
     return {"x": steps, "parts": parts}
+
+
+def _seconds(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else 0.0
 
 
 def draw_heat(runs: list[Run]) -> list[dict[str, Any]]:
@@ -222,7 +231,7 @@ def _layers(run: Run) -> list[str]:
     return list(dict.fromkeys(layer for record in run.records for layer in _expert_load(record)))
 
 
-def _first_load(run: Run, layer: str) -> list[float]:
+def _first_load(run: Run, layer: str) -> npt.NDArray[Any]:
     return next(load[layer] for record in run.records if layer in (load := _expert_load(record)))
 
 
@@ -233,7 +242,9 @@ def _heat_map(run: Run, layer: str, columns: int) -> dict[str, Any]:
     cells = bytearray()
     steps = []
     for stretch in stretches(len(loads), columns):
-        rows_E = [sum(rows) for rows in zip(*(loads[place][1] for place in stretch), strict=True)]
+        rows_E = [0.0] * num_experts
+        for place in stretch:
+            rows_E = (loads[place][1] + np.asarray(rows_E)).tolist()
         steps.append(loads[stretch[0]][0])
         mean = sum(rows_E) / num_experts
         cells += bytes(min(255, max(1, round(32 * math.sqrt(rows / mean)))) if rows else 0 for rows in rows_E)

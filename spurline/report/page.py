@@ -8,6 +8,8 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
+import numpy as np
+
 from spurline.report.charts import draw_curves, draw_heat, draw_time
 from spurline.report.read import Record, Run
 from spurline.report.thin import stretches
@@ -97,7 +99,7 @@ def _numbers(run: Run) -> dict[str, tuple[str, str]]:
     if memory := _values(run, "peak_memory_bytes"):
         found["Memory"] = (f"{max(memory) / 1e9:.2f} GB", "peak")
     if loads := run.records[-1].get("expert_load"):
-        dead = sum(rows.count(0) for rows in loads.values())
+        dead = sum(len(rows) - int(np.count_nonzero(rows)) for rows in loads.values())
         found["Idle experts"] = (f"{dead}", f"of {sum(map(len, loads.values()))}, last step")
     return found
 

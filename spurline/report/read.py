@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from spurline.train.metrics.expert_load_file import EXPERT_LOAD_FILE, ExpertLoads
+from spurline.untrusted import lines, open_regular, parse_json, read_json, reason
 
 Record = dict[str, Any]
 
@@ -15,7 +20,7 @@ Record = dict[str, Any]
 class Run:
     name: str
     records: list[Record]
-    """The lines of metrics.jsonl, in the order of their steps."""
+    """The lines of metrics.jsonl, in the order of their steps; the load of experts as arrays."""
     config: Record
     """config.json, or nothing."""
     samples: list[Record]
@@ -24,8 +29,9 @@ class Run:
     @property
     def total_steps(self) -> int | None:
         """As many as the run was meant to take."""
-        steps = (self.config.get("training") or {}).get("steps")
-        return steps if isinstance(steps, int) else None
+        training = self.config.get("training")
+        steps = training.get("steps") if isinstance(training, dict) else None
+        return steps if type(steps) is int and 0 <= steps < 2**53 else None
 
 
 def read_runs(folders: list[str]) -> list[Run]:
@@ -46,47 +52,100 @@ def read_run(folder: Path, name: str) -> Run:
     if not metrics.is_file():
         raise ValueError(f"{folder}: not the folder of a run, as there is no metrics.jsonl in it")
     by_step = {}
+    has_load_file = False
     for where, record in _objects(metrics):
-        if type(record.get("step")) is not int:
+        if type(record.get("step")) is not int or not 0 <= record["step"] < 2**53:
             raise ValueError(f"{where}: a line of metrics needs its step")
-        by_step[record["step"]] = record
+        has_load_file = has_load_file or record.get("expert_load") == EXPERT_LOAD_FILE
+        by_step[record["step"]] = cleaned(record)
     if not by_step:
         raise ValueError(f"{metrics}: no step was written yet")
+    if has_load_file and (folder / EXPERT_LOAD_FILE).exists():
+        loads = ExpertLoads(folder / EXPERT_LOAD_FILE)
+        for place, step in enumerate(loads.step_N.tolist()):
+            if step in by_step:
+                by_step[step]["expert_load"] = loads.of_record(place)
     samples = []
     for where, sample in _objects(folder / "samples.jsonl"):
         if type(sample.get("step")) is not int or type(sample.get("text")) is not str:
             raise ValueError(f"{where}: a sample needs its step and text")
-        samples.append(sample)
+        samples.append({"step": sample["step"], "text": sample["text"]})
     return Run(name, [by_step[step] for step in sorted(by_step)], _read_config(folder / "config.json"), samples)
+
+
+def cleaned(record: Record) -> Record:
+    """What of a record has the types that metrics have; the load of experts as compact arrays."""
+    found: Record = {}
+    for name, value in record.items():
+        if name == "expert_load":
+            loads = value.items() if isinstance(value, dict) else ()
+            found[name] = {layer: array for layer, rows in loads if (array := _counts(rows)) is not None}
+        elif name == "warnings":
+            found[name] = [str(line) for line in value] if isinstance(value, list) else []
+        elif name in ("routing", "step_time_parts"):
+            found[name] = _numbers(value, depth=2) if isinstance(value, dict) else {}
+        elif value is None or _is_number(value):
+            found[name] = value
+        elif isinstance(value, dict):
+            found[name] = _numbers(value, depth=2)
+    return found
+
+
+def _numbers(values: Record, depth: int) -> Record:
+    """The numbers in a dict, and in the dicts that are in it."""
+    inner = {name: _numbers(value, depth - 1) for name, value in values.items() if depth and isinstance(value, dict)}
+    return {name: value for name, value in values.items() if _is_number(value)} | inner
+
+
+def _is_number(value: Any) -> bool:
+    """Far from where sums of numbers would overflow."""
+    return type(value) in (int, float) and abs(value) < 1e100
+
+
+def _counts(rows: Any) -> npt.NDArray[Any] | None:
+    """The rows of each expert; None for anything else."""
+    if not isinstance(rows, list) or not rows or not set(map(type, rows)) <= {int, float}:
+        return None
+    try:
+        counts = np.array(rows, np.float64)
+    except OverflowError:
+        return None
+    if not ((counts >= 0) & (counts < 2**53)).all():  # NaN is neither
+        return None
+    return counts.astype(np.uint32) if counts.max() < 2**32 and (counts % 1 == 0).all() else counts
 
 
 def _objects(path: Path) -> Iterator[tuple[str, Record]]:
     """Each line's place and content; none if there is no file. A last line that was cut short doesn't count."""
     if not path.exists():
         return
-    with open(path, encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, 1):
-            where = f"{path}, line {number}"
-            if not line.strip():
-                continue
-            try:
-                content = json.loads(line)
-            except json.JSONDecodeError as error:
-                if not line.endswith("\n"):  # the run was killed while it wrote, or writes right now
-                    return
-                raise ValueError(f"{where}: not JSON: {error.msg}") from None
-            if not isinstance(content, dict):
-                raise ValueError(f"{where}: not a JSON object")
-            yield where, content
+    try:
+        with open_regular(path) as file:
+            for number, line in enumerate(lines(file), 1):
+                if line.strip():
+                    where = f"{path}, line {number}"
+                    try:
+                        content = parse_json(line.decode("utf-8", "replace").rstrip())
+                    except ValueError as error:
+                        if not line.endswith(b"\n"):  # the run was killed while it wrote, or writes right now
+                            return
+                        raise ValueError(f"{where}: {str(error).replace('line 1, ', '')}") from None
+                    if not isinstance(content, dict):
+                        raise ValueError(f"{where}: not a JSON object")
+                    yield where, content
+    except OSError as error:
+        raise ValueError(f"{path}: {reason(error)}") from None
 
 
 def _read_config(path: Path) -> Record:
     if not path.exists():
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}, line {error.lineno}: not JSON: {error.msg}") from None
+        content = read_json(path)
+    except OSError as error:
+        raise ValueError(f"{path}: {reason(error)}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path}: not a JSON object")
     return content

@@ -3,7 +3,7 @@ import base64
 from spurline.report import charts
 from spurline.report.charts import draw_curves, draw_heat, draw_time
 from spurline.report.page import make_page
-from spurline.report.read import Run
+from spurline.report.read import Run, cleaned
 
 
 def run_of(*records):
@@ -37,7 +37,7 @@ def test_memory_is_in_gigabytes():
 
 
 def test_the_busiest_expert_is_that_of_the_worst_layer_and_idle_ones_are_of_all():
-    run = run_of({"expert_load": {"a": [2, 2], "b": [0, 4], "c": [0, 0]}})
+    run = run_of(cleaned({"expert_load": {"a": [2, 2], "b": [0, 4], "c": [0, 0]}}))
     assert chart([run], "load")["series"][0]["y"] == [2.0]
     assert chart([run], "dead")["series"][0]["y"] == [3.0]
 

@@ -46,7 +46,7 @@ def test_lines_are_in_the_order_of_steps_and_the_later_of_two_counts(folder):
         ("metrics.jsonl", "[1]\n", "metrics.jsonl, line 1: not a JSON object"),
         ("metrics.jsonl", '{"step": 1}\n{"loss": 1}\n', "metrics.jsonl, line 2: a line of metrics needs its step"),
         ("metrics.jsonl", "", "metrics.jsonl: no step was written yet"),
-        ("config.json", '{\n"a": ,}', "config.json, line 2: not JSON: "),
+        ("config.json", '{\n"a": ,}', "config.json: not JSON: Expecting value at line 2, column 6"),
         ("config.json", "[]", "config.json: not a JSON object"),
         ("samples.jsonl", '{"step": 1}\n', "samples.jsonl, line 1: a sample needs its step and text"),
     ],

@@ -74,7 +74,8 @@ def test_resuming_without_a_file_starts_one(tmp_path):
 
 
 def test_a_kill_while_resuming_leaves_the_old_file(tmp_path, monkeypatch):
-    write_steps(tmp_path, [1, 2, 3])
+    """Where the lines to drop are not the last ones, so that the file is written anew."""
+    write_steps(tmp_path, [2, 1, 3])
 
     def killed(*_):
         raise KeyboardInterrupt
@@ -82,7 +83,7 @@ def test_a_kill_while_resuming_leaves_the_old_file(tmp_path, monkeypatch):
     monkeypatch.setattr("os.replace", killed)
     with pytest.raises(KeyboardInterrupt):
         JsonlWriter(tmp_path, resume_from_step=1)
-    assert [line["step"] for line in read_lines(tmp_path)] == [1, 2, 3]
+    assert [line["step"] for line in read_lines(tmp_path)] == [2, 1, 3]
 
 
 def test_a_line_without_a_step_is_a_mistake(tmp_path):

@@ -104,17 +104,24 @@ def test_an_accelerator_is_timed_by_events_in_its_queue(monkeypatch):
         def record(self):
             self.milliseconds = clock.now * 1000
 
+        def query(self):
+            return device_time >= self.milliseconds
+
         def synchronize(self):
-            pass
+            waited.append(self.milliseconds)
 
         def elapsed_time(self, end):
             return end.milliseconds - self.milliseconds
 
+    waited, device_time = [], (clock.now + 4) * 1000
     monkeypatch.setattr(torch, "Event", Event)
     timer = StepTimer(torch.device("xpu"))
-    with timer.step(), timer.phase("forward"):
-        clock.now += 3
+    for _ in range(3):
+        with timer.step(), timer.phase("forward"):
+            clock.now += 3
+    assert max(waited) <= device_time, "the device has not come to the second step yet"
     assert timer.read()["step_time"] == pytest.approx(3)
+    assert max(waited) == clock.now * 1000
 
 
 class Block(nn.Module):

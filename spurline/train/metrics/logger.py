@@ -21,7 +21,7 @@ _PADDING = "exchange.equal_split.padding_rows"
 
 
 class MetricsLogger:
-    """Logs steps. The training loop adds every step to `throughput`, and pauses it for anything but training."""
+    """Logs steps. The training loop pauses `throughput` for anything but training."""
 
     def __init__(self, trainer: Trainer, writers: AllWriters, progress: Progress) -> None:
         config = trainer.config
@@ -33,11 +33,12 @@ class MetricsLogger:
         self._padded_rows = PaddedRows()
         moe = getattr(config.model, "moe", None)
         self._health = TrainingHealth(config.training.max_grad_norm, moe.top_k if moe else 1)
+        self._tally, self._logged_tokens = trainer.tally, trainer.tally.tokens_seen
         self.throughput = Throughput()
 
-    def log(self, metrics: StepMetrics, tokens_seen: int, validation_loss: float | None) -> None:
+    def log(self, metrics: StepMetrics, validation_loss: float | None) -> None:
         """Read the metrics of a step, which all ranks do together, and hand them on."""
-        record = self._record(metrics, tokens_seen, validation_loss)
+        record = self._record(metrics, validation_loss)
         if warnings := self._health.check(record):
             record["warnings"] = warnings
         for warning in warnings:
@@ -54,8 +55,11 @@ class MetricsLogger:
             lr=record["lr"],
         )
 
-    def _record(self, metrics: StepMetrics, tokens_seen: int, validation_loss: float | None) -> dict[str, Any]:
+    def _record(self, metrics: StepMetrics, validation_loss: float | None) -> dict[str, Any]:
         offered = metrics.read()
+        tokens_seen = self._tally.tokens_seen
+        self.throughput.add(tokens_seen - self._logged_tokens)
+        self._logged_tokens = tokens_seen
         tokens_per_second = self.throughput.read()
         own = {
             "tokens_per_second": tokens_per_second,

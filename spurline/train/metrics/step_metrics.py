@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from spurline.comm.metrics import Metric, Offered, collect_metrics, reduce_metrics
+from spurline.train.metrics.tally import StepTally
 
 
 @dataclass(frozen=True)
@@ -17,26 +18,30 @@ class StepMetrics:
 
     step: int
     lr: float
-    num_tokens: int
+    num_tokens: Tensor
     """Real tokens, of all ranks."""
     loss: Tensor
     grad_norm: Tensor
     model: nn.Module = field(repr=False)
+    tally: StepTally = field(repr=False)
     group: ProcessGroup | None
     """The ranks that metrics are reduced over."""
 
     def read(self) -> dict[str, Any]:
         """Reduce all metrics over the ranks and copy them to the host: all ranks together, before the next step.
 
-        The keys of MoE layers are there without MoE layers too.
+        The keys of MoE layers are there without MoE layers too. A ValueError tells of a step since the last reading,
+        this one or an earlier one, that was not finite.
         """
         own = {"loss": Metric(self.loss, "same"), "grad_norm": Metric(self.grad_norm, "same")}
         offered = [*(Offered(name, "", metric) for name, metric in own.items()), *collect_metrics(self.model)]
+        record = reduce_metrics([*offered, *self.tally.offered()], self.group).read()
+        self.tally.take(record)
         return {
             "step": self.step,
             "lr": self.lr,
             "balance_loss": None,
             "expert_load": {},
             "routing": {},
-            **reduce_metrics(offered, self.group).read(),
+            **record,
         }

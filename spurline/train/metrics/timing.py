@@ -6,17 +6,18 @@ Every moment counts for one part, the innermost, so that the parts add up to the
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from spurline.moe import MoE, Rows
-from spurline.moe.rows import Arrival
 from spurline.parallel.blocks import blocks_of
 
 _REST_OF_STEP = "other"
@@ -32,7 +33,7 @@ class StepTimer:
         timer.read()  # {"step_time": .., "data_wait": .., "step_time_parts": {"forward": .., "other": ..}}
 
     Phases and parts outside `step()`, such as those of a validation, are ignored. On an accelerator the clock is an
-    event in its stream, so that nothing waits before the step is done.
+    event in its stream: nothing waits for it before `read`.
     """
 
     def __init__(self, device: torch.device | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -44,6 +45,7 @@ class StepTimer:
         self._in_step = False
         self._seconds: dict[str, float] = {}
         self._num_steps = 0
+        self._unread: deque[list[tuple[Any, str]]] = deque()  # steps whose events may still be ahead of the device
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -52,9 +54,11 @@ class StepTimer:
         try:
             yield
             self._mark()
-            self._add_up()
+            self._unread.append(self._marks)
+            while self._unread and _has_happened(self._unread[0][-1][0]):
+                self._add_up(self._unread.popleft())
         finally:
-            self._marks.clear()
+            self._marks = []
             self._in_step = False
 
     @contextmanager
@@ -86,7 +90,9 @@ class StepTimer:
                 return
 
     def read(self) -> dict[str, Any]:
-        """Mean seconds per step since the last call; empty if there was no step."""
+        """Mean seconds per step since the last call; empty if there was no step. Waits for the device."""
+        while self._unread:
+            self._add_up(self._unread.popleft())
         num_steps, parts = self._num_steps, self._seconds
         self._num_steps, self._seconds = 0, {}
         if not num_steps:
@@ -98,8 +104,8 @@ class StepTimer:
         phase, part = (self._active or [_REST_OF_STEP])[0], self._active[-1] if len(self._active) > 1 else ""
         self._marks.append((self._clock(), phase if part == _REST_OF_PHASE else f"{phase}.{part}"))
 
-    def _add_up(self) -> None:
-        for (start, name), (end, _) in zip(self._marks, self._marks[1:], strict=False):
+    def _add_up(self, marks: list[tuple[Any, str]]) -> None:
+        for (start, name), (end, _) in pairwise(marks):
             self._seconds[name] = self._seconds.get(name, 0.0) + _seconds_between(start, end)
         self._num_steps += 1
 
@@ -108,6 +114,10 @@ def _record_event(device: torch.device) -> torch.Event:
     event = torch.Event(device, enable_timing=True)
     event.record()
     return event
+
+
+def _has_happened(moment: Any) -> bool:
+    return isinstance(moment, float) or moment.query()
 
 
 def _seconds_between(start: Any, end: Any) -> float:
@@ -155,26 +165,13 @@ def _watch_backward_of_experts(experts: nn.Module, timer: StepTimer) -> None:
 
     def mark_input(module: nn.Module, args: tuple[Rows]) -> tuple[Rows] | None:
         (rows,) = args
-        if not torch.is_grad_enabled():
-            return None
-        if rows.arrival is not None:
-            return (replace(rows, arrival=_MarkedArrival(rows.arrival, leave)),)
-        return (replace(rows, x=_InBackward.apply(rows.x, leave)),)
+        return (rows.through(lambda x: _InBackward.apply(x, leave)),) if torch.is_grad_enabled() else None
 
     def mark_output(module: nn.Module, args: Any, rows: Rows) -> Rows | None:
         return replace(rows, x=_InBackward.apply(rows.x, enter)) if torch.is_grad_enabled() else None
 
     experts.register_forward_pre_hook(mark_input)
     experts.register_forward_hook(mark_output)
-
-
-@dataclass(frozen=True)
-class _MarkedArrival:
-    arrival: Arrival
-    notify: Callable[[], None]
-
-    def wait(self) -> Tensor:
-        return _InBackward.apply(self.arrival.wait(), self.notify)
 
 
 def _watch_last_of_backward(module: nn.Module, timer: StepTimer) -> None:
