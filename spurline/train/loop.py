@@ -6,15 +6,14 @@ import math
 from contextlib import nullcontext
 from dataclasses import dataclass
 
-import torch
-
-from spurline.parallel.world import World
+from spurline.train.agreement import Agreement
 from spurline.train.checkpoint.manager import CheckpointManager
 from spurline.train.metrics.logger import MetricsLogger
 from spurline.train.metrics.step_metrics import StepMetrics
+from spurline.train.metrics.tally import diverged
 from spurline.train.profiling import make_profiler
 from spurline.train.stop_signal import StopSignal
-from spurline.train.trainer import Trainer, diverged
+from spurline.train.trainer import Trainer
 from spurline.train.validation import has_validation, validation_loss
 
 
@@ -25,6 +24,7 @@ class Position:
     step: int = 0
     """The steps that were taken."""
     tokens_seen: int = 0
+    """Those of the steps that have been read from the device."""
 
 
 class TrainingLoop:
@@ -47,31 +47,34 @@ class TrainingLoop:
         self.config = config = trainer.config
         self.last_step = min(config.debug.stop_after or config.training.steps, config.training.steps)
         self.profiler = make_profiler(trainer)
+        self.agreement = Agreement(trainer.world.host_group)
 
     def run(self) -> bool:
         """Take the steps; returns False if SIGTERM ended the run before its last step."""
-        for step in range(self.position.step + 1, self.last_step + 1):
-            metrics = self.step(step)
-            loss = self.validate() if self.is_validation_due(step) else None
-            if self.is_log_due(step):
-                self.logger.log(metrics, self.position.tokens_seen, loss)
-            self.refuse_unless_finite(step, loss)
-            stopping = self.should_stop()
-            if self.is_save_due(step) or (stopping and self.config.checkpoint.enable):
-                self.save(step, loss)
-            if stopping and step < self.last_step:
-                self.checkpoints.wait()
-                return False
+        steps = range(self.position.step + 1, self.last_step + 1)
+        with self.trainer.prefetching(steps):
+            for step in steps:
+                metrics = self.step(step)
+                loss = self.validate() if self.is_validation_due(step) else None
+                if self.is_log_due(step):
+                    self.logger.log(metrics, loss)
+                self.refuse_unless_finite(step, loss)
+                stopping = self.should_stop()
+                if self.is_save_due(step) or (stopping and self.config.checkpoint.enable):
+                    self.save(step, loss)
+                if stopping and step < self.last_step:
+                    break
         if self.profiler:
             self.profiler.finish()
+        self.agreement.finish()
+        self.trainer.tally.read()
         self.checkpoints.wait()
-        return True
+        return self.position.step >= self.last_step
 
     def step(self, step: int) -> StepMetrics:
         with self.trainer.timer.step(), self.profiler.step(step) if self.profiler else nullcontext():
             metrics = self.trainer.step(step)
-        self.position = Position(step, self.position.tokens_seen + metrics.num_tokens)
-        self.logger.throughput.add(metrics.num_tokens)
+        self.position = Position(step, self.trainer.tally.tokens_seen)
         return metrics
 
     def is_validation_due(self, step: int) -> bool:
@@ -96,20 +99,19 @@ class TrainingLoop:
         return self.config.checkpoint.enable and self.checkpoints.is_due(step, self.last_step)
 
     def save(self, step: int, loss: float | None) -> None:
+        """Write a checkpoint; a ValueError instead if a step since the last reading was not finite."""
         with self.logger.throughput.paused():
+            self.trainer.tally.read()
+            self.position = Position(step, self.trainer.tally.tokens_seen)
             extra = {"tokens_seen": self.position.tokens_seen, "validation_loss": loss}
             self.checkpoints.save(step, self.trainer.model, self.trainer.optimizer, extra)
 
     def should_stop(self) -> bool:
-        """Whether SIGTERM has reached any rank; raises what a checkpoint in the background failed with."""
-        stopping, failed = on_any_rank(self.trainer.world, self.stop_signal.requested, self.checkpoints.failed)
+        """Whether SIGTERM has reached any rank; raises what a checkpoint in the background failed with.
+
+        Several ranks learn of it with the step after the one in which it came.
+        """
+        stopping, failed = self.agreement.exchange(self.stop_signal.requested, self.checkpoints.failed)
         if failed:
             self.checkpoints.wait()
         return stopping
-
-
-def on_any_rank(world: World, *facts: bool) -> list[bool]:
-    """Which of the facts are true on at least one rank."""
-    if world.meshes is None:
-        return list(facts)
-    return (world.sum_over_all(torch.tensor(facts, dtype=torch.int32, device=world.device)) > 0).tolist()

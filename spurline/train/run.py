@@ -13,10 +13,13 @@ import torch
 
 from spurline import config_io
 from spurline.config import RunConfig
+from spurline.models.common.init import initialize_parameters
+from spurline.parallel.compile_cache import remove_broken_libraries
 from spurline.parallel.fsdp import has_separate_expert_units
 from spurline.parallel.world import joined_world
 from spurline.train.allocator import keep_freed_memory
 from spurline.train.checkpoint.manager import CheckpointManager
+from spurline.train.checkpoint.signature import read_key
 from spurline.train.loop import Position, TrainingLoop
 from spurline.train.metrics.logger import MetricsLogger
 from spurline.train.metrics.writers import open_writers
@@ -31,15 +34,21 @@ def train(module: str, config_name: str, config: RunConfig[Any]) -> Path:
     folder = Path(config.job.dump_folder)
     keeps_memory = config.training.keep_freed_memory and keep_freed_memory()
     with (
-        joined_world(config.parallelism) as world,
+        joined_world(config.parallelism, config.training.device, config.comm.timeout_seconds) as world,
         Progress(config.training.steps, enabled=world.is_first) as progress,
     ):
-        trainer = make_trainer(config, world)
+        if config.compile.enable and config.compile.backend == "inductor":
+            for path in remove_broken_libraries():
+                progress.log(f"removed {path} from the compile cache: a killed process had left it incomplete")
+        trainer = make_trainer(config, world, draw_weights=False)
         if world.is_first:
             make_folder(folder)
         world.wait_for_all()
         checkpoints = open_checkpoints(folder, config, progress.log)
-        start = resume(trainer, checkpoints) if config.checkpoint.enable else Position()
+        start = resume(trainer, checkpoints) if config.checkpoint.enable else None
+        if start is None:
+            initialize_parameters(trainer.model, config.training.seed)
+            start = Position()
         for line in describe(config_name, trainer, start, keeps_memory):
             progress.log(line)
         if world.is_first:
@@ -53,8 +62,11 @@ def train(module: str, config_name: str, config: RunConfig[Any]) -> Path:
 def take_steps(trainer: Trainer, checkpoints: CheckpointManager, progress: Progress, start: Position) -> bool:
     """Take the steps that are left and write their metrics; returns False if SIGTERM came before the last one."""
     config, is_first = trainer.config, trainer.world.is_first
+    trainer.tally.tokens_seen = start.tokens_seen
     with (
-        open_writers(config.job.dump_folder, config.metrics, asdict(config), start.step or None, is_first) as writers,
+        open_writers(
+            config.job.dump_folder, config.metrics, asdict(config), start.step or None, is_first, progress.log
+        ) as writers,
         closing(checkpoints),
         StopSignal() as stop_signal,
     ):
@@ -73,7 +85,10 @@ def write_sample(trainer: Trainer, folder: Path, progress: Progress) -> None:
     text = sample_text(trainer)
     progress.log(f"\nsample ({time.perf_counter() - started:.1f} s):\n{text}\n")
     if trainer.world.is_first:
-        append_sample(folder, trainer.config.training.steps, text)
+        try:
+            append_sample(folder, trainer.config.training.steps, text)
+        except OSError as error:
+            progress.log(f"warning: the sample was not written: {error.strerror or error}")
 
 
 def make_folder(folder: Path) -> None:
@@ -93,17 +108,21 @@ def open_checkpoints(folder: Path, config: RunConfig[Any], say: Callable[[str], 
         in_background=section.async_mode == "async",
         model_config=asdict(config.model),
         say=say,
+        sign_key=read_key(section.sign_key_file),
     )
 
 
-def resume(trainer: Trainer, checkpoints: CheckpointManager) -> Position:
+def resume(trainer: Trainer, checkpoints: CheckpointManager) -> Position | None:
     """Load the newest checkpoint that is complete, if there is one; returns how far the run had come."""
     loaded = checkpoints.load_newest(trainer.model, trainer.optimizer)
     if loaded is None:
-        return Position()
+        return None
     step, extra = loaded
     checkpoints.restore_random(step, trainer.config.training.seed)
-    return Position(step, extra["tokens_seen"])
+    tokens_seen = extra.get("tokens_seen")
+    if type(tokens_seen) is not int:
+        raise ValueError(f"the checkpoint of step {step} does not say how many tokens the run has seen")
+    return Position(step, tokens_seen)
 
 
 def describe(config_name: str, trainer: Trainer, start: Position, keeps_memory: bool) -> list[str]:

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from spurline.config import RunConfig
 from spurline.data import DataSets, open_data
-from spurline.models.common.init import initialize
+from spurline.models.common.init import initialize_buffers, initialize_parameters
 from spurline.parallel.compile import compile_function
+from spurline.parallel.fsdp import Sharding
 from spurline.parallel.model import parallelize_model
 from spurline.parallel.world import World
 from spurline.train.loss import make_loss_sum
@@ -37,16 +38,33 @@ def open_data_for_model(config: RunConfig[Any]) -> DataSets:
     return data
 
 
-def build_model(config: RunConfig[Any], world: World) -> nn.Module:
-    """The model with its initial weights, on this rank's device: made without memory first, then sharded and filled."""
+def build_model(config: RunConfig[Any], world: World, draw_weights: bool = True) -> nn.Module:
+    """The model on this rank's device: made without memory first, then sharded, then filled with its initial weights.
+
+    With draw_weights=False its parameters are uninitialized memory, for weights that are about to be loaded.
+    """
     with torch.device("meta"):
         model: nn.Module = config.model.build()
     per_param_mesh = False if config.debug.separate_expert_units else None
-    parallelize_model(model, world.meshes, config.activation_checkpoint.mode, config.compile, per_param_mesh)
+    remat, sharding = config.activation_checkpoint.mode, sharding_of(config)
+    parallelize_model(model, world.meshes, remat, config.compile, per_param_mesh, sharding)
     model.to_empty(device=world.device)
-    initialize(model, config.training.seed)
+    initialize_buffers(model)
+    if draw_weights:
+        initialize_parameters(model, config.training.seed)
     model.compute_dtype = getattr(torch, config.training.dtype)
     return model
+
+
+def sharding_of(config: RunConfig[Any]) -> Sharding:
+    """How FSDP2 is to shard the model."""
+    training = config.training
+    param_dtype = training.dtype if training.mixed_precision_param == "auto" else training.mixed_precision_param
+    return Sharding(
+        param_dtype=getattr(torch, param_dtype),
+        reduce_dtype=getattr(torch, training.mixed_precision_reduce),
+        reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
+    )
 
 
 def build_loss(config: RunConfig[Any], model: Any) -> Callable[[Tensor, Tensor], Tensor]:

@@ -5,8 +5,10 @@ B sequences of L tokens in a micro-batch; G sequences in a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,13 +18,18 @@ from spurline.comm.metrics import reset_metrics
 from spurline.config import RunConfig
 from spurline.data import DataSets
 from spurline.data.batch import Batch
+from spurline.data.prefetch import Prefetcher
+from spurline.device import is_accelerator, use_device
 from spurline.moe.balance import set_token_weight, update_expert_bias
+from spurline.parallel.fsdp import reduce_gradients
 from spurline.parallel.world import World
 from spurline.train.loss import count_real_tokens
 from spurline.train.metrics.step_metrics import StepMetrics
+from spurline.train.metrics.tally import StepTally
 from spurline.train.metrics.timing import StepTimer
 from spurline.train.optimizer.build import build_optimizer
 from spurline.train.optimizer.clip import clip_gradients
+from spurline.train.optimizer.masked import step_unless
 from spurline.train.optimizer.schedule import learning_rate, set_learning_rate
 from spurline.train.setup import build_loss, build_model, build_timer, open_data_for_model, set_up_torch
 
@@ -38,6 +45,11 @@ class Trainer:
     optimizer: torch.optim.Optimizer
     loss_sum: Callable[[Tensor, Tensor], Tensor]
     timer: StepTimer = field(default_factory=StepTimer)
+    tally: StepTally = field(init=False)
+    _prefetcher: Prefetcher[list[Batch]] | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.tally = StepTally(self.config, self.device)
 
     @property
     def device(self) -> torch.device:
@@ -51,7 +63,10 @@ class Trainer:
         return training.local_batch_size * self.world.data_size
 
     def step(self, step: int) -> StepMetrics:
-        """Take optimizer step number `step`, counted from 1; a ValueError refuses one that is not finite."""
+        """Take optimizer step number `step`, counted from 1, and read nothing from the device.
+
+        A step that is not finite leaves weights, optimizer and balance as they are; reading its metrics raises.
+        """
         config = self.config
         lr = learning_rate(step, config.training.steps, config.optimizer.lr, config.lr_scheduler)
         set_learning_rate(self.optimizer, lr)
@@ -63,18 +78,21 @@ class Trainer:
         loss = self.accumulate_gradients(micro_batches, num_tokens)
         with self.timer.phase("optimizer"):
             grad_norm = clip_gradients(self.model.parameters(), config.training.max_grad_norm, self.world.group)
-            self.refuse_unless_finite(step, loss, grad_norm)
-            self.optimizer.step()
+            failed = self.tally.note(step, num_tokens, loss, grad_norm)
+            step_unless(failed, self.optimizer)
             self.optimizer.zero_grad()
-            update_expert_bias(self.model, self.world.group)
-        return StepMetrics(step, lr, num_tokens, loss, grad_norm, self.model, self.world.group)
+            update_expert_bias(self.model, self.world.group, unless=failed)
+        return StepMetrics(step, lr, num_tokens, loss, grad_norm, self.model, self.tally, self.world.group)
 
-    def accumulate_gradients(self, micro_batches: list[Batch], num_tokens: int) -> Tensor:
+    def accumulate_gradients(self, micro_batches: list[Batch], num_tokens: Tensor) -> Tensor:
         """Forward and backward of every micro-batch; returns the mean loss of the step's `num_tokens`, of all ranks."""
         # Every token of the step weighs the same, in the language-model loss as in the balance losses.
         set_token_weight(self.model, 1 / num_tokens)
         total = torch.zeros((), device=self.device)
-        for batch in micro_batches:
+        once = len(micro_batches) > 1 and not self.config.parallelism.fsdp_reduce_each_micro_batch
+        for number, batch in enumerate(micro_batches, 1):
+            if once:
+                reduce_gradients(self.model, number == len(micro_batches))
             with self.timer.phase("forward"):
                 loss = self.loss_of(batch) / num_tokens
             with self.timer.phase("backward"):
@@ -87,36 +105,44 @@ class Trainer:
         return self.model(batch.tokens_BL, labels_BL=batch.labels_BL, loss_sum=self.loss_sum, **batch.extras)
 
     def micro_batches(self, step: int) -> list[Batch]:
-        """This rank's sequences of the step."""
+        """This rank's sequences of the step, on its device."""
+        made = self.micro_batches_on_host(step) if self._prefetcher is None else self._prefetcher.get(step)
+        return [batch.to(self.device) for batch in made]
+
+    @contextmanager
+    def prefetching(self, steps: range) -> Iterator[None]:
+        """While inside, a thread makes the batches of coming steps; these steps must be taken in order."""
+        with Prefetcher(self.micro_batches_on_host, steps, set_up=partial(use_device, self.device)) as prefetcher:
+            self._prefetcher = prefetcher
+            try:
+                yield
+            finally:
+                self._prefetcher = None
+
+    def micro_batches_on_host(self, step: int) -> list[Batch]:
+        """The same in host memory, pinned where a device is to copy it."""
         size, world = self.config.training.local_batch_size, self.world
         first = (step - 1) * self.global_batch_size + world.data_rank * size
         starts = range(first, first + self.global_batch_size, size * world.data_size)
-        return [self.data.train.batch(start, size).to(self.device) for start in starts]
+        batches = [self.data.train.batch(start, size) for start in starts]
+        return [batch.pin_memory() for batch in batches] if is_accelerator(self.device) else batches
 
-    def count_tokens(self, labels: Iterable[Tensor]) -> int:
-        """The real tokens of all ranks."""
+    def count_tokens(self, labels: Iterable[Tensor]) -> Tensor:
+        """The real tokens of all ranks, counted on the device."""
         own = torch.stack([count_real_tokens(labels_BL) for labels_BL in labels]).sum()
-        return int(self.world.sum_over_data(own))
-
-    def refuse_unless_finite(self, step: int, loss: Tensor, grad_norm: Tensor) -> None:
-        """Raise a ValueError unless the step can be taken: the only read of its results, in one place."""
-        if not torch.isfinite(loss + grad_norm):
-            what = f"the loss is {loss.item()} and the gradient norm {grad_norm.item()}"
-            raise diverged(self.config, step, what)
+        return self.world.sum_over_data(own)
 
 
-def diverged(config: RunConfig[Any], step: int, what: str) -> ValueError:
-    return ValueError(
-        f"step {step}: {what}. Try a lower --optimizer.lr (now {config.optimizer.lr})"
-        " or a longer --lr_scheduler.warmup_steps"
-    )
+def make_trainer(
+    config: RunConfig[Any], world: World | None = None, data: DataSets | None = None, *, draw_weights: bool = True
+) -> Trainer:
+    """Build the model with its seeded weights, and everything else a step needs: by default alone, on config.data.
 
-
-def make_trainer(config: RunConfig[Any], world: World | None = None, data: DataSets | None = None) -> Trainer:
-    """Build the model with its seeded weights, and everything else a step needs: by default alone, on config.data."""
-    world = world or World.alone()
+    With draw_weights=False the caller loads weights, or draws them by `initialize_parameters`.
+    """
+    world = world or World.alone(config.training.device)
     set_up_torch(config)
     data = data or open_data_for_model(config)
-    model = build_model(config, world)
+    model = build_model(config, world, draw_weights)
     optimizer = build_optimizer(model, config.optimizer)
     return Trainer(config, world, data, model, optimizer, build_loss(config, model), build_timer(config, model, world))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from spurline.comm.metrics import Metric, Offered, reduce_metrics
 from spurline.data.batch import IGNORE_INDEX, Batch
 
 if TYPE_CHECKING:
@@ -24,7 +25,8 @@ def validation_loss(trainer: Trainer) -> float | None:
     if trainer.data.validation is None or not has_validation(trainer):
         return None
     world, config = trainer.world, trainer.config
-    total, num_tokens = torch.zeros((), device=trainer.device), 0
+    total = torch.zeros((), device=trainer.device)
+    num_tokens = torch.zeros((), device=trainer.device, dtype=torch.int64)
     size = config.training.local_batch_size * world.data_size
     trainer.model.eval()
     for whole in trainer.data.validation.batches(size, config.metrics.validation_batches):
@@ -32,7 +34,9 @@ def validation_loss(trainer: Trainer) -> float | None:
         total += trainer.loss_of(batch)
         num_tokens += trainer.count_tokens([batch.labels_BL])
     trainer.model.train()
-    return world.sum_over_data(total).item() / num_tokens
+    sums = {"loss": world.sum_over_data(total), "tokens": num_tokens}
+    read = reduce_metrics(Offered(name, "", Metric(value, "same")) for name, value in sums.items()).read()
+    return read["loss"] / read["tokens"]
 
 
 def share(batch: Batch, rank: int, size: int) -> Batch:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -25,13 +26,19 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, group: P
         norm = torch.linalg.vector_norm(norms)
     else:
         # A part that several ranks hold is counted by each of them.
-        holders = norms.new_tensor([group.size() / _num_parts(g) for g in gradients])
-        squares = (norms.square() / holders).sum()
+        holders = tuple(group.size() / _num_parts(g) for g in gradients)
+        squares = (norms.square() / _on_device(holders, norms.dtype, norms.device)).sum()
         torch.distributed.all_reduce(squares, group=group)
         norm = squares.sqrt()
     if max_norm > 0:
         torch._foreach_mul_(parts, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
+
+
+@lru_cache(maxsize=8)
+def _on_device(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Made once: copying a list to an accelerator makes the host wait."""
+    return torch.tensor(numbers, dtype=dtype, device=device)
 
 
 def _num_parts(gradient: Tensor) -> int:

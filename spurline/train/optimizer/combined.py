@@ -27,6 +27,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for part in self.parts:
+            part.found_inf = getattr(self, "found_inf", None)  # type: ignore[attr-defined]
             part.step()
         return loss
 

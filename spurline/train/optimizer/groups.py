@@ -55,8 +55,11 @@ def hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
     Embeddings, output heads and gates are matrices as well, but their rows belong to tokens and experts, of which some
     are rare: orthogonalized, these would move as far as the others. AdamW suits them better.
     """
-    gates = {p for module in model.modules() if isinstance(module, MoE) for p in module.router.parameters()}
-    return {p for block in blocks_of(model) for p in block.parameters() if p.ndim >= 2} - gates
+    layers = [module for module in model.modules() if isinstance(module, MoE)]
+    gates = {p for layer in layers for p in layer.router.parameters()}
+    stacked_biases = {p for layer in layers for p in layer.experts.parameters() if p.ndim < 3}
+    matrices = {p for block in blocks_of(model) for p in block.parameters() if p.ndim >= 2 and p.shape[-2] > 1}
+    return matrices - gates - stacked_biases
 
 
 def _options(kind: Kind, rule: ParameterRule, config: Optimizer) -> dict[str, Any]:

@@ -76,13 +76,17 @@ class Muon(torch.optim.Optimizer):
         matrices_kAB = orthogonalize(matrices_kAB, group["ns_steps"])
         parts_nab = exchange_matrices_for_parts(matrices_kAB, cuts, parts_nab.size(0))
 
-        lr = group["lr"]
+        lr, failed = group["lr"], self._failed()
         num_rows, num_columns = parameters[0].shape[-2:]
         scaled_lr = lr * update_scale(num_rows, num_columns, group["adjust_lr"])
         updates = parts_nab.split([direction.size(0) for direction in directions])
+        decay: float | Tensor = 1 - lr * group["weight_decay"]
+        if failed is not None:
+            decay = torch.where(failed, 1.0, decay)
         for parameter, update in zip(parameters, updates, strict=True):
             part = _local(parameter)
-            part.mul_(1 - lr * group["weight_decay"])
+            update = update if failed is None else torch.where(failed, 0.0, update)
+            part.mul_(decay)
             part.add_(update.view_as(part), alpha=-scaled_lr)
 
     def _direction(self, parameter: Tensor, momentum: float, nesterov: bool) -> Tensor:
@@ -91,11 +95,18 @@ class Muon(torch.optim.Optimizer):
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         gradient, mean = _local_gradient(parameter), _local(state["momentum_buffer"])
+        if (failed := self._failed()) is not None:
+            gradient = torch.where(failed, mean, gradient)  # which leaves the mean as it is
         mean.lerp_(gradient, 1 - momentum)
         direction = gradient.lerp(mean, momentum) if nesterov else mean
         # Cast before it is exchanged: what ranks send is as narrow as what they multiply.
         direction = direction.to(self._dtype_on(direction.device))
         return direction if direction.ndim == 3 else direction.unsqueeze(0)
+
+    def _failed(self) -> Tensor | None:
+        """On the device: whether this step is to change nothing. `found_inf` is what torch's own optimizers look at."""
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        return None if found_inf is None else found_inf > 0
 
     def _dtype_on(self, device: torch.device) -> torch.dtype:
         if self.ns_dtype is not None:
