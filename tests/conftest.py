@@ -3,10 +3,16 @@ import os
 # Waiting OpenMP threads spin, and with several ranks on few cores they starve the ones that work.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from pathlib import Path
+
+# A compile cache of this checkout alone: what another process left in the shared one can't break the tests.
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(__file__).parent.parent / ".pytest_cache" / "inductor")
+
 import pytest
 import torch
 from hypothesis import settings
 
+from spurline.parallel.compile_cache import remove_broken_libraries
 from spurline.testing.pytest_plugin import ranks
 
 __all__ = ["ranks"]
@@ -15,6 +21,12 @@ __all__ = ["ranks"]
 settings.register_profile("same", derandomize=True, deadline=None)
 settings.register_profile("new", max_examples=500, deadline=None, print_blob=True)
 settings.load_profile("same")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Nor can a run of the tests that was killed."""
+    if not hasattr(session.config, "workerinput"):
+        remove_broken_libraries(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]))
 
 
 @pytest.fixture(autouse=True)

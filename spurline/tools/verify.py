@@ -17,7 +17,7 @@ from spurline.models import family_configs
 from spurline.moe.config import MoEConfig
 from spurline.testing.verification.cells import TINY_MODEL, Cell, cell_problems, keep_given
 from spurline.testing.verification.matrix import QUICK, full_cells
-from spurline.testing.verification.run import TOLERANCES, Outcome, Verifier, beyond_tolerance
+from spurline.testing.verification.run import BFLOAT16_TOLERANCES, TOLERANCES, Outcome, Verifier
 from spurline.tools.console import complain, human
 from spurline.tools.options import UnknownModel
 from spurline.tools.parsing import UserPackage, described, load_user_code, parse, split_options
@@ -125,6 +125,7 @@ def _verify(command: Command[Any], cells: list[Cell]) -> int:
     passed = bool(outcomes) and all(outcome.passed for outcome in outcomes)
     if command.json:
         summary = {"passed": passed, "seconds": seconds, "reference": verifier.reference, "tolerances": TOLERANCES}
+        summary["bfloat16_tolerances"] = BFLOAT16_TOLERANCES
         left_out = [{"cell": cell.name, "ranks": cell.ranks, "problems": why} for cell, why in skipped.items()]
         print(json.dumps(summary | {"cells": [_as_json(o) for o in outcomes], "skipped": left_out}, indent=2))
     else:
@@ -161,7 +162,7 @@ def _summary(outcomes: list[Outcome], num_skipped: int, seconds: float) -> str:
 
 def _as_json(outcome: Outcome) -> dict[str, Any]:
     worst = {}
-    for kind, wrong in beyond_tolerance(outcome.findings).items():
+    for kind, wrong in outcome.beyond_tolerance().items():
         if finding := outcome.worst(kind):
             worst[kind] = finding._asdict() | {"beyond_tolerance": [found.name for found in wrong]}
             worst[kind]["error"] = finding.error if math.isfinite(finding.error) else None  # JSON has no infinity

@@ -152,7 +152,7 @@ PARTS = [
     pytest.param(
         world, part, number, marks=[pytest.mark.slow] * (part != number // 2), id=f"{world} ranks, part {part}"
     )
-    for world, number in [(2, 3), (4, 5), (8, 7)]
+    for world, number in [(2, 5), (4, 11), (8, 23)]
     for part in range(number)
 ]
 

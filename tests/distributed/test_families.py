@@ -16,6 +16,11 @@ from spurline.config import Compile, Data, Parallelism, RunConfig, Training
 from spurline.models.agpt.configs import AGPTConfig
 from spurline.models.common.decoder_config import YarnConfig
 from spurline.models.deepseek_v3.configs import DeepSeekV3Config
+from spurline.models.glm4_moe.configs import Glm4MoEConfig
+from spurline.models.gpt_oss.configs import GptOssConfig
+from spurline.models.mixtral.configs import MixtralConfig
+from spurline.models.olmoe.configs import OLMoEConfig
+from spurline.models.qwen2_moe.configs import Qwen2MoEConfig
 from spurline.models.qwen3.configs import Qwen3Config, Qwen3MoEConfig
 from spurline.moe.config import MoEConfig
 from spurline.parallel.world import World, joined_world
@@ -29,6 +34,37 @@ MODELS = {
     "qwen3-tied": Qwen3Config(**SIZE, dense_hidden_dim=24, num_kv_heads=2, head_dim=6, tied_embeddings=True),
     "qwen3-moe": Qwen3MoEConfig(
         **SIZE, num_kv_heads=2, head_dim=6, moe=MoEConfig(hidden_dim=8, num_experts=4, route_norm=True)
+    ),
+    "mixtral-window-dense-between": MixtralConfig(
+        **SIZE,
+        dense_hidden_dim=24,
+        dense_layers=(1,),
+        num_kv_heads=2,
+        head_dim=6,
+        sliding_window=5,
+        moe=MoEConfig(hidden_dim=8, num_experts=4, route_norm=True),
+    ),
+    "olmoe": OLMoEConfig(**SIZE, num_kv_heads=2, head_dim=4, moe=MoEConfig(hidden_dim=8, num_experts=4)),
+    "qwen2_moe": Qwen2MoEConfig(
+        **SIZE,
+        num_kv_heads=2,
+        head_dim=4,
+        moe=MoEConfig(hidden_dim=8, num_experts=4, num_shared_experts=2, shared_gate=True),
+    ),
+    "gpt_oss": GptOssConfig(
+        **SIZE,
+        num_kv_heads=2,
+        head_dim=4,
+        sliding_window=5,
+        moe=MoEConfig(hidden_dim=8, num_experts=4, route_norm=True, gate_bias=True, experts="clamped_swiglu"),
+    ),
+    "glm4_moe": Glm4MoEConfig(
+        **SIZE,
+        dense_hidden_dim=24,
+        num_kv_heads=2,
+        head_dim=8,
+        qk_norm=True,
+        moe=MoEConfig(hidden_dim=8, num_experts=4, num_shared_experts=1, score_func="sigmoid", route_norm=True),
     ),
     "deepseek_v3-yarn-tied": DeepSeekV3Config(
         **SIZE,

@@ -88,7 +88,7 @@ def test_a_route_is_made_once_for_a_batch_shape(monkeypatch: pytest.MonkeyPatch)
             again = dispatcher.plan(routing)
         assert len(made) == 1
         assert again.route is first.route
-        assert torch.equal(first.route.slot_S, torch.argsort(expert_TK.flatten(), stable=True))
+        assert torch.equal(first.token_S, torch.argsort(expert_TK.flatten(), stable=True) // 8)
     finally:
         dist.destroy_process_group()
 

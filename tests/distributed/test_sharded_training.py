@@ -366,8 +366,8 @@ def train_on_rank(rank: int, config: RunConfig[Any]) -> tuple[str, dict[str, Ten
     """What the run prints, and the weights it ends with."""
     made = []
 
-    def noted(*args: Any) -> Any:
-        made.append(make_trainer(*args))
+    def noted(*args: Any, **options: Any) -> Any:
+        made.append(make_trainer(*args, **options))
         return made[-1]
 
     out = io.StringIO()

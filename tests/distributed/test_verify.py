@@ -74,6 +74,17 @@ def test_expert_gradients_scaled_by_ep_are_found_in_the_experts_alone(verify: Ve
     assert set(gradient["beyond_tolerance"]) == {f"layers.1.moe.experts.{w}" for w in ("w1_EFD", "w2_EDF", "w3_EFD")}
 
 
+def test_bfloat16_is_close_to_float32_and_a_planted_error_is_not(verify: Verify) -> None:
+    cells = [Cell(2, ep=2, dtype="bfloat16", micro_batches=2)]
+    code, results = verify(cells)
+    assert (code, [result["problems"] for result in results.values()]) == (0, [[]])
+    assert all(result["worst"]["gradient"]["error"] > 1e-4 for result in results.values())
+    code, results = verify(cells, "--import", "expert_gradients_times_ep")
+    assert code == 1
+    for result in results.values():
+        assert all(".experts." in name for name in result["worst"]["gradient"]["beyond_tolerance"])
+
+
 def test_clip_norm_that_differs_between_ranks_is_found_without_clipping_too(verify: Verify) -> None:
     code, results = verify([SHARD, EP], "--import", "norm_of_own_gradients")
     assert code == 1

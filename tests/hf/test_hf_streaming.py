@@ -9,7 +9,9 @@ from their_models import make, save
 from spurline.hf import importing
 from spurline.hf.exporting import export_run
 from spurline.hf.importing import import_folder
+from spurline.hf.safetensors_file import Stored
 from spurline.train.checkpoint.manager import CheckpointManager
+from spurline.train.checkpoint.reader import StoredCheckpoint
 
 
 class Live:
@@ -41,7 +43,7 @@ def source(tmp_path_factory):
 def test_no_more_than_two_tensors_are_in_memory(source, tmp_path, monkeypatch):
     reading, writing = Live(), Live()
     monkeypatch.setattr(importing, "read_slot", reading.counting(importing.read_slot))
-    monkeypatch.setattr(CheckpointManager, "read_tensor", writing.counting(CheckpointManager.read_tensor))
+    monkeypatch.setattr(StoredCheckpoint, "read_tensor", writing.counting(StoredCheckpoint.read_tensor))
     import_folder(source, tmp_path / "run")
     export_run(tmp_path / "run", tmp_path / "back")
     assert reading.total > 15 * reading.largest
@@ -50,13 +52,11 @@ def test_no_more_than_two_tensors_are_in_memory(source, tmp_path, monkeypatch):
     assert writing.peak == writing.largest
 
 
-def test_experts_of_a_layer_are_one_tensor_in_one_file(source, tmp_path):
-    """What the bound above rests on: the writer of checkpoints keeps all that it has written to one file."""
+def test_experts_of_a_layer_are_one_tensor(source, tmp_path):
+    """What the bound above rests on."""
     import_folder(source, tmp_path / "run")
-    files = list((tmp_path / "run" / "checkpoints" / "step-00000000").glob("*.distcp"))
-    tensors = CheckpointManager(tmp_path / "run", 1, 0).tensors(0)
-    assert len(files) == len(tensors) + 1  # and what the caller adds
-    assert tensors["layers.7.moe.experts.w1_EFD"].shape == (8, 24, 32)
+    tensors = CheckpointManager(tmp_path / "run", 1, 0).open(0).layout.tensors
+    assert tensors["model.layers.7.moe.experts.w1_EFD"].shape == (8, 24, 32)
 
 
 def interrupted(function, call):
@@ -72,16 +72,16 @@ def interrupted(function, call):
 
 
 def test_an_interrupt_leaves_nothing(source, tmp_path, monkeypatch):
-    read_into, read_tensor = importing.read_into, CheckpointManager.read_tensor
-    monkeypatch.setattr(importing, "read_into", interrupted(read_into, call=3))
+    read_into, read_tensor = Stored.read_into, StoredCheckpoint.read_tensor
+    monkeypatch.setattr(Stored, "read_into", interrupted(read_into, call=3))
     with pytest.raises(KeyboardInterrupt):
         import_folder(source, tmp_path / "made" / "run")
     assert list(tmp_path.iterdir()) == []
 
-    monkeypatch.setattr(importing, "read_into", read_into)
+    monkeypatch.setattr(Stored, "read_into", read_into)
     import_folder(source, tmp_path / "run")
     # First are the selection biases of eight layers, and then what goes into the file.
-    monkeypatch.setattr(CheckpointManager, "read_tensor", interrupted(read_tensor, call=12))
+    monkeypatch.setattr(StoredCheckpoint, "read_tensor", interrupted(read_tensor, call=12))
     with pytest.raises(KeyboardInterrupt):
         export_run(tmp_path / "run", tmp_path / "made" / "back")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
@@ -91,7 +91,7 @@ def test_an_error_of_reading_keeps_its_kind(source, tmp_path, monkeypatch):
     def fail(*args):
         raise ValueError("the disk is gone")
 
-    monkeypatch.setattr(importing, "read_into", fail)
+    monkeypatch.setattr(Stored, "read_into", fail)
     with pytest.raises(ValueError, match="the disk is gone"):
         import_folder(source, tmp_path / "run")
     assert list(tmp_path.iterdir()) == []
@@ -100,14 +100,15 @@ def test_an_error_of_reading_keeps_its_kind(source, tmp_path, monkeypatch):
 def test_a_selection_bias_that_they_lack_must_be_zero(tmp_path):
     import_folder(save(make("deepseek_v2"), tmp_path / "theirs"), tmp_path / "run")
     checkpoints = CheckpointManager(tmp_path / "run", 1, 0)
-    tensors = checkpoints.tensors(0)
-    zeros = checkpoints.read_tensor(
-        0, "layers.2.moe.router.expert_bias_E", tensors["layers.2.moe.router.expert_bias_E"]
-    )
-    assert torch.equal(zeros, torch.zeros(8))
+    first = checkpoints.open(0)
+    assert torch.equal(first.read_tensor("model.layers.2.moe.router.expert_bias_E"), torch.zeros(8))
+    tensors = {
+        name.removeprefix("model."): torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+        for name, entry in first.layout.tensors.items()
+    }
 
     def read(name):
-        tensor = checkpoints.read_tensor(0, name, tensors[name])
+        tensor = first.read_tensor(f"model.{name}")
         return tensor + 0.1 if name == "layers.2.moe.router.expert_bias_E" else tensor
 
     checkpoints.write_tensors(1, tensors, read, {"tokens_seen": 0})

@@ -69,6 +69,7 @@ class Cell:
     compile: str = "off"
     separate_expert_units: bool = False
     micro_batches: int = 1
+    dtype: str = "float32"
     seq_len: int = 12
     clip: bool = False
 
@@ -88,6 +89,7 @@ class Cell:
         parts += [f"remat {self.remat}"] * (self.remat != "none") + [self.compile] * (self.compile != "off")
         parts += ["separate expert units"] * self.separate_expert_units
         parts += [f"{self.micro_batches} micro-batches"] * (self.micro_batches > 1)
+        parts += [self.dtype] * (self.dtype != default.dtype)
         parts += [f"length {self.seq_len}"] * (self.seq_len != default.seq_len) + ["clip"] * self.clip
         return ", ".join(parts) or "defaults"
 
@@ -116,6 +118,7 @@ def run_config(cell: Cell, model: Any) -> RunConfig[Any]:
             seq_len=_seq_len(cell, model),
             local_batch_size=SEQUENCES_A_STEP // (cell.dp * cell.micro_batches),
             global_batch_size=SEQUENCES_A_STEP,
+            dtype=cell.dtype,  # type: ignore[arg-type]
             max_grad_norm=CLIP_NORM if cell.clip else 0.0,
             threads=1,
         ),
@@ -148,7 +151,7 @@ def reference_config(config: RunConfig[Any]) -> RunConfig[Any]:
     return replace(
         config,
         model=model,
-        training=replace(config.training, local_batch_size=SEQUENCES_A_STEP),
+        training=replace(config.training, local_batch_size=SEQUENCES_A_STEP, dtype="float32"),
         parallelism=Parallelism(),
         compile=Compile(),
         activation_checkpoint=ActivationCheckpoint(),

@@ -20,6 +20,8 @@ QUICK = [
     Cell(2, ep=2, exchange="adaptive equal split", router="groups and bias", separate_expert_units=True, remat="full"),
     Cell(2, ep=2, experts="loop", compile="aot_eager", exchange="equal split", score="score before", clip=True),
     Cell(2, tp=2, ep=2, compile="aot_eager", remat="selective", router="sigmoid", seq_len=13),
+    Cell(2, dtype="bfloat16", micro_batches=4, remat="selective", seq_len=13),
+    Cell(2, ep=2, dtype="bfloat16", experts="grouped_mm", micro_batches=2, clip=True),
     Cell(4, tp=4, score="score before", router="groups and bias"),
     Cell(4, ep=4, exchange="forced balance", experts="bmm", score="score before", clip=True),
     Cell(4, ep=2, etp=2, exchange="equal split", router="sigmoid", separate_expert_units=True, micro_batches=2),
@@ -78,6 +80,7 @@ AXES: dict[str, list[dict[str, Any]]] = {
     "compile": [{"compile": backend} for backend in ("off", "aot_eager")],
     "separate_expert_units": [{"separate_expert_units": False}, {"separate_expert_units": True}],
     "micro_batches": [{"micro_batches": 1}, {"micro_batches": 2}],
+    "dtype": [{"dtype": "float32"}, {"dtype": "bfloat16"}],
     "seq_len": [{"seq_len": 12}, {"seq_len": 13}],
     "clip": [{"clip": False}, {"clip": True}],
 }

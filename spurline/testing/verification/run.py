@@ -16,6 +16,9 @@ from spurline.testing.verification.cells import Cell, reference_config, run_conf
 
 # Maximum relative error by kind of result. Float32 rounding from a different summation order is 100 times smaller.
 TOLERANCES = {"loss": 1e-5, "norm": 1e-5, "gradient": 1e-4, "weight": 1e-5, "rows": 0.0}
+# The same for cells in bfloat16, compared with the reference in float32. Rounding sends a few of the rows to another
+# expert, which is a tenth or two of that expert's gradient; one that is lost or counted twice is off by half or more.
+BFLOAT16_TOLERANCES = {"loss": 1e-3, "norm": 5e-3, "gradient": 0.4, "weight": 3e-2, "rows": 0.1}
 SECONDS_FOR_A_CELL = 120.0
 SECONDS_TO_COMPILE = 480.0
 
@@ -44,7 +47,10 @@ class Outcome:
 
     @property
     def passed(self) -> bool:
-        return not self.failure and not any(beyond_tolerance(self.findings).values())
+        return not self.failure and not any(self.beyond_tolerance().values())
+
+    def beyond_tolerance(self) -> Findings:
+        return beyond_tolerance(self.findings, tolerances_of(self.cell))
 
     def worst(self, kind: str) -> Finding | None:
         return next(iter(self.findings.get(kind, [])), None)
@@ -52,13 +58,13 @@ class Outcome:
     def problems(self) -> list[str]:
         """One line per kind of result with errors beyond tolerance."""
         lines = [self.failure] if self.failure else []
-        wrong = beyond_tolerance(self.findings)
+        wrong, tolerances = self.beyond_tolerance(), tolerances_of(self.cell)
         for kind, findings in wrong.items():
             if not findings or (kind == "weight" and wrong["gradient"]):  # wrong gradients imply wrong weights
                 continue
             first, *more = findings
             line = f"{_WORDS[kind].format(first.name)} is off by {first.error:.1e} on rank {first.rank}"
-            line += f" in step {first.step} (allowed: {TOLERANCES[kind]:.0e})"
+            line += f" in step {first.step} (allowed: {tolerances[kind]:.0e})"
             names = ", ".join([finding.name for finding in more[:4]] + ["..."] * (len(more) > 4))
             lines.append(line + (f"; {len(more)} more beyond tolerance: {names}" if more else ""))
         return lines
@@ -73,8 +79,12 @@ _WORDS = {
 }
 
 
-def beyond_tolerance(findings: Findings) -> Findings:
-    return {kind: [f for f in of_kind if f.error > TOLERANCES[kind]] for kind, of_kind in findings.items()}
+def tolerances_of(cell: Cell) -> dict[str, float]:
+    return TOLERANCES if cell.dtype == "float32" else BFLOAT16_TOLERANCES
+
+
+def beyond_tolerance(findings: Findings, tolerances: dict[str, float]) -> Findings:
+    return {kind: [f for f in of_kind if f.error > tolerances[kind]] for kind, of_kind in findings.items()}
 
 
 class Verifier:
@@ -106,7 +116,7 @@ class Verifier:
             who = f"rank {first.rank}" if path else "the reference"
             failure = f"{who} {first.summary.splitlines()[0]}"
             return Outcome(cell, time.perf_counter() - started, failure=failure)
-        return Outcome(cell, time.perf_counter() - started, _judge_steps(by_rank))
+        return Outcome(cell, time.perf_counter() - started, _judge_steps(by_rank, tolerances_of(cell)))
 
     def _reference_of(self, config: RunConfig[Any]) -> str:
         """The file with the results of the reference, computed on first use on a single rank."""
@@ -123,12 +133,12 @@ class Verifier:
 _Errors = dict[str, dict[str, float]]
 
 
-def _judge_steps(by_rank: list[list[_Errors]]) -> Findings:
+def _judge_steps(by_rank: list[list[_Errors]], tolerances: dict[str, float]) -> Findings:
     """The errors of the first step beyond tolerance (later steps inherit them), else the largest over all steps."""
     seen: list[tuple[int, int, _Errors]] = []
     for step, of_ranks in enumerate(zip(*by_rank, strict=True), 1):
         this_step = [(step, rank, errors) for rank, errors in enumerate(of_ranks)]
-        if any(beyond_tolerance(findings := _largest(this_step)).values()):
+        if any(beyond_tolerance(findings := _largest(this_step), tolerances).values()):
             return findings
         seen += this_step
     return _largest(seen)
