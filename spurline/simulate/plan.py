@@ -1,0 +1,188 @@
+"""What a simulated step says about a cluster: memory, bytes by link, and time, as plain data."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from spurline.config import RunConfig
+from spurline.hardware import Hardware
+from spurline.simulate.memory import HOLDERS
+from spurline.simulate.routing import RoutingModel
+from spurline.simulate.run import MOST_MICRO_BATCHES, Simulation, simulate_step
+from spurline.simulate.timeline import Efficiency
+
+RESERVE = 0.06
+"""Of a device's memory: for the runtime, buffers of the collectives library, and gaps between allocations."""
+LARGEST = 12
+"""How many of the largest holders at the peak are named."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """All collectives of one kind in a step."""
+
+    kind: str
+    axis: str
+    group_size: int
+    dtype: str
+    phase: str
+    calls: int
+    num_bytes: int
+    intra_bytes: float
+    inter_bytes: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One step of the rank with most to do."""
+
+    layout: dict[str, Any]
+    device: str
+    routing: str
+    tokens_per_step: int
+    peak_bytes: int
+    capacity_bytes: int
+    """What a step may use of the device's memory."""
+    peak_phase: str
+    peak_module: str
+    holders: dict[str, int]
+    """Bytes at the peak by who holds them."""
+    largest: list[dict[str, Any]]
+    traffic: list[Traffic]
+    flops: dict[str, int]
+    model_flops: int
+    step_seconds: float
+    kernel_seconds: float
+    collective_seconds: dict[str, float]
+    exposed_seconds: dict[str, float]
+    """Seconds in which the device computes nothing, by what it waits for."""
+    mfu: float
+    host_reads: int
+    launches: int
+    simulation_seconds: float
+    estimated: bool = False
+    """From a few layers, not from all."""
+    curve: dict[str, Any] = field(default_factory=dict)
+    """Memory over the step by holder: moments, bytes, and where phases begin."""
+
+    @property
+    def fits(self) -> bool:
+        return self.peak_bytes <= self.capacity_bytes
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens_per_step / self.step_seconds if self.step_seconds else 0.0
+
+
+def plan_step(
+    config: RunConfig[Any],
+    num_ranks: int,
+    hardware: Hardware,
+    routing: RoutingModel | None = None,
+    efficiency: Efficiency | None = None,
+    num_points: int = 0,
+) -> Plan:
+    """Simulate a step of the config and summarize it; num_points is of the memory curve."""
+    eager = replace(config, compile=replace(config.compile, enable=False))
+    return summarize(simulate_step(eager, num_ranks, hardware, routing, efficiency), num_points)
+
+
+def summarize(done: Simulation, num_points: int = 0) -> Plan:
+    training, degrees, hardware = done.config.training, done.degrees, done.hardware
+    moment, peak_bytes = done.memory.peak()
+    phase, module = _where(done, moment)
+    tokens = training.local_batch_size * training.seq_len * done.num_micro_batches * degrees.dp
+    model_flops = done.config.model.flops_per_token(training.seq_len) * tokens // degrees.world
+    simulated = min(done.num_micro_batches, MOST_MICRO_BATCHES)
+    scale = done.num_micro_batches / simulated
+    labels = {one.collective.label for one in done.trace.collectives}
+    busy, exposed = done.timeline.busy, done.timeline.exposed
+    longest_first = sorted(exposed, key=lambda label: -exposed[label])
+    return Plan(
+        layout=layout_of(done),
+        device=hardware.name,
+        routing=done.routing.name,
+        tokens_per_step=tokens,
+        peak_bytes=peak_bytes,
+        capacity_bytes=int(hardware.memory_bytes * (1 - RESERVE)),
+        peak_phase=phase,
+        peak_module=module,
+        holders=done.memory.by_holder(moment),
+        largest=_largest(done, moment),
+        traffic=_traffic(done),
+        flops={kind: int(total * scale) for kind, total in _by_kind(done.trace.flops).items()},
+        model_flops=model_flops,
+        step_seconds=done.step_seconds,
+        kernel_seconds=scale * sum(seconds for kind, seconds in busy.items() if kind not in labels),
+        collective_seconds={label: scale * busy[label] for label in sorted(labels)},
+        exposed_seconds={label: scale * exposed[label] for label in longest_first if exposed[label] > 0},
+        mfu=model_flops / (done.step_seconds * hardware.bf16_flops),
+        host_reads=sum(access.blocking for access in done.trace.host),
+        launches=int(scale * sum(done.trace.launches.values())),
+        simulation_seconds=done.simulation_seconds,
+        curve=_curve(done, num_points) if num_points else {},
+    )
+
+
+def layout_of(done: Simulation) -> dict[str, Any]:
+    d, config = done.degrees, done.config
+    return {
+        "ranks": d.world,
+        "dp_replicate": d.dp_replicate,
+        "dp_shard": d.dp_shard,
+        "tp": d.tp,
+        "ep": d.ep,
+        "etp": d.etp,
+        "recompute": config.activation_checkpoint.mode,
+        "local_batch_size": config.training.local_batch_size,
+        "seq_len": config.training.seq_len,
+        "micro_batches": done.num_micro_batches,
+        "dtype": config.training.dtype,
+    }
+
+
+def _where(done: Simulation, moment: int) -> tuple[str, str]:
+    """The phase of a moment, and the module that made the last tensor before it."""
+    phase = next((name for name, begin, _ in reversed(done.trace.phases) if begin <= moment), "step")
+    last = max((a for a in done.memory.all if a.birth <= moment), key=lambda a: a.birth, default=None)
+    return phase, last.place.module if last else ""
+
+
+def _largest(done: Simulation, moment: int) -> list[dict[str, Any]]:
+    """The largest groups of tensors at a moment that share a holder, a line of code and a dtype."""
+    groups: dict[tuple[str, str, str, str], list[int]] = defaultdict(list)
+    for allocation in done.memory.held_at(moment):
+        key = allocation.holder, allocation.place.line, allocation.op, allocation.dtype
+        groups[key].append(allocation.num_bytes)
+    ordered = sorted(groups.items(), key=lambda item: -sum(item[1]))[:LARGEST]
+    return [
+        {"holder": holder, "line": line, "op": op, "dtype": dtype, "tensors": len(sizes), "bytes": sum(sizes)}
+        for (holder, line, op, dtype), sizes in ordered
+    ]
+
+
+def _traffic(done: Simulation) -> list[Traffic]:
+    groups: dict[tuple[str, str, int, str, str], list[float]] = {}
+    for one in done.trace.collectives:
+        c = one.collective
+        times = done.repeats if one.micro_batch == 2 and one.phase in ("forward", "backward") else 1
+        sums = groups.setdefault((c.kind, c.axis, c.group_size, c.dtype, one.phase), [0, 0, 0, 0])
+        for index, value in enumerate((1, c.num_bytes, c.intra_bytes, c.inter_bytes)):
+            sums[index] += times * value
+    rows = [Traffic(*key, int(sums[0]), int(sums[1]), sums[2], sums[3]) for key, sums in groups.items()]
+    return sorted(rows, key=lambda row: -row.num_bytes)
+
+
+def _by_kind(flops: Counter[tuple[str, str]]) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for (_, kind), number in flops.items():
+        found[kind] += number
+    return found
+
+
+def _curve(done: Simulation, num_points: int) -> dict[str, Any]:
+    moments, held = done.memory.curves_by_holder(num_points)
+    phases = [(name, moment) for name, moment, _ in done.trace.phases if name not in ("step", "end")]
+    return {"moments": moments, "bytes": {holder: held[holder] for holder in HOLDERS}, "phases": phases}

@@ -1,0 +1,289 @@
+"""Run one real training step as rank 0 of any number of ranks: the trainer, its model and meshes, without a device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from spurline.config import RunConfig
+from spurline.data import DataSets, open_data
+from spurline.data.batch import Batch
+from spurline.data.tokenizer import ByteTokenizer
+from spurline.hardware import Hardware
+from spurline.moe.layer import MoE
+from spurline.parallel.degrees import Degrees, resolve_degrees
+from spurline.parallel.mesh import build_meshes
+from spurline.parallel.world import World
+from spurline.simulate.collectives import Groups
+from spurline.simulate.compiled import CompiledGraphs
+from spurline.simulate.device import DEVICE, replaced, simulated_device
+from spurline.simulate.memory import GRADIENTS, OPTIMIZER, PARAMETERS, Memory
+from spurline.simulate.places import ModuleTracker, Place
+from spurline.simulate.recorder import Recorder, Trace
+from spurline.simulate.routing import RoutingModel
+from spurline.simulate.timeline import Efficiency, Timeline
+from spurline.train.metrics.step_metrics import StepMetrics
+from spurline.train.metrics.timing import StepTimer
+from spurline.train.trainer import Trainer, make_trainer
+
+MOST_MICRO_BATCHES = 3
+"""A first, a middle and a last micro-batch are all there are; the middle one stands for all others like it."""
+
+
+AfterStep = Callable[[Trainer, Recorder, StepMetrics], None]
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """One step of one rank."""
+
+    config: RunConfig[Any]
+    degrees: Degrees
+    hardware: Hardware
+    routing: RoutingModel
+    trace: Trace
+    memory: Memory
+    timeline: Timeline
+    graphs: CompiledGraphs
+    weights: set[tuple[int, ...]]
+    """Shapes of parameters: whole, and this rank's part of them."""
+    num_moe_layers: int
+    num_micro_batches: int
+    """Of the step; at most MOST_MICRO_BATCHES of them were run."""
+    step_seconds: float
+    """Of all micro-batches."""
+    simulation_seconds: float
+
+    @property
+    def repeats(self) -> int:
+        """How often the middle micro-batch is to be counted."""
+        return max(1, self.num_micro_batches - MOST_MICRO_BATCHES + 1)
+
+
+def simulate_step(
+    config: RunConfig[Any],
+    num_ranks: int,
+    hardware: Hardware,
+    routing: RoutingModel | None = None,
+    efficiency: Efficiency | None = None,
+    after_step: AfterStep | None = None,
+    warm_up: bool = False,
+) -> Simulation:
+    """Build the trainer of `config` as rank 0 of num_ranks and take its first step, with the optimizer's state there.
+
+    after_step may do more while everything is recorded, such as to log. With warm_up, it is the second step that is
+    recorded: without what is made once and kept, but also without the memory of that.
+    """
+    started = time.perf_counter()
+    routing = routing or RoutingModel()
+    degrees = resolve_degrees(config.parallelism, num_ranks)
+    num_micro_batches = _num_micro_batches(config, degrees)
+    timeline, graphs = Timeline(hardware, efficiency), CompiledGraphs()
+    config = _short(config, degrees, num_micro_batches)
+    with fake_world(num_ranks, degrees) as world, graphs.recording(config) as config:
+        recorder = _Simulator(config, world, hardware, timeline, routing)
+        recorder.graphs, graphs.recorder = graphs, recorder
+        with simulated_device(timeline, recorder.waited, recorder.made_of_list):
+            trainer = make_trainer(config, world, _data(config), draw_weights=False)
+            recorder.run(trainer, after_step, warm_up)
+    seconds = timeline.finish()
+    seconds += (max(num_micro_batches, MOST_MICRO_BATCHES) - MOST_MICRO_BATCHES) * _middle_seconds(recorder.trace)
+    return Simulation(
+        config=config,
+        degrees=degrees,
+        hardware=hardware,
+        routing=routing,
+        trace=recorder.trace,
+        memory=recorder.memory,
+        timeline=timeline,
+        graphs=graphs,
+        weights=recorder.weights,
+        num_moe_layers=recorder.num_moe_layers,
+        num_micro_batches=num_micro_batches,
+        step_seconds=seconds,
+        simulation_seconds=time.perf_counter() - started,
+    )
+
+
+@contextmanager
+def fake_world(num_ranks: int, degrees: Degrees) -> Iterator[World]:
+    """Rank 0 of num_ranks, none of which exist."""
+    if num_ranks == 1:
+        yield World(DEVICE, degrees)
+        return
+    if dist.is_initialized():
+        raise ValueError("a step can't be simulated inside a process group: run it in a process of its own")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
+    try:
+        yield World(DEVICE, degrees, build_meshes(degrees, DEVICE.type))
+    finally:
+        dist.destroy_process_group()
+
+
+class _Simulator(Recorder):
+    """The recorder of one trainer's step."""
+
+    def __init__(
+        self, config: RunConfig[Any], world: World, hardware: Hardware, timeline: Timeline, routing: RoutingModel
+    ) -> None:
+        groups = Groups(world.meshes, hardware.gpus_per_node)
+        super().__init__(DEVICE, timeline, groups, self._module, self._experts)
+        self.routing, self.degrees = routing, world.degrees
+        self.moe = getattr(config.model, "moe", None)
+        self.tracker, self.num_moe_layers = ModuleTracker(nn.Module()), 0
+        self._chosen: dict[tuple[str, int], Tensor] = {}
+
+    def _module(self) -> str:
+        return self.tracker.current
+
+    def _experts(self, num_tokens: int, num_experts: int, top_k: int) -> Tensor | None:
+        """(T, K): the experts of tokens, where it is experts that are selected (and not groups of them)."""
+        if self.moe is None or (num_experts, top_k) != (self.moe.num_experts, self.moe.top_k):
+            return None
+        layer = self.tracker.current.removesuffix(".router")
+        if (layer, num_tokens) not in self._chosen:
+            counts = self.routing.counts(layer, num_tokens, top_k, num_experts, self.degrees.ep)
+            expert_S = torch.repeat_interleave(torch.arange(num_experts), torch.tensor(counts))
+            self._chosen[layer, num_tokens] = expert_S.view(top_k, num_tokens).t().contiguous()
+        return self._chosen[layer, num_tokens]
+
+    def run(self, trainer: Trainer, after_step: AfterStep | None, warm_up: bool) -> None:
+        model, optimizer = trainer.model, trainer.optimizer
+        self.tracker = ModuleTracker(model)
+        trainer.timer = _PhaseTimer(self, model)
+        with self:
+            if warm_up:
+                trainer.step(1)
+            else:
+                fill_optimizer_state(model, optimizer)
+        start = Place("", "")
+        for tensors, holder in (
+            ([*model.parameters(), *model.buffers()], PARAMETERS),
+            ([t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)], OPTIMIZER),
+        ):
+            for tensor in tensors:
+                self.memory.add(tensor, holder, "", start, "")
+        self.weights = {tuple(shape) for p in model.parameters() for shape in (p.shape, _local_shape(p))}
+        self.num_moe_layers = sum(isinstance(module, MoE) for module in model.modules())
+        is_compiled = trainer.config.compile.enable and "model" in trainer.config.compile.parts
+        self.recording = True
+        with self, replaced(torch.UntypedStorage, "resize_", self._resize()):
+            if is_compiled:  # hooks of modules would be traced
+                self._step(trainer, after_step, 1 + warm_up)
+            else:
+                with self.tracker.watch():
+                    self._step(trainer, after_step, 1 + warm_up)
+        self.recording = False
+
+    def _step(self, trainer: Trainer, after_step: AfterStep | None, number: int) -> None:
+        with trainer.timer.step():
+            metrics = trainer.step(number)
+        self.tracker.at("")
+        self.trace.phases.append(("end", self.memory.moment, self.timeline.compute.tail))
+        if after_step is not None:
+            after_step(trainer, self, metrics)
+
+    def _resize(self) -> Callable[..., Any]:
+        resize, memory = torch.UntypedStorage.resize_, self.memory
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            memory.resized(storage, int(size))
+            return result
+
+        return resize_
+
+
+class _PhaseTimer(StepTimer):
+    """Tells the recorder of the phases of a step."""
+
+    def __init__(self, recorder: _Simulator, model: nn.Module) -> None:
+        super().__init__()
+        self.recorder, self.model = recorder, model
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        with super().phase(name), self.recorder.in_phase(name):
+            self.recorder.tracker.at("")
+            yield
+            if name == "backward":
+                self.recorder.memory.hold(gradients_of(self.model), GRADIENTS)
+
+
+def fill_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Have the optimizer make its state, as it is from the second step on."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.empty_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def gradients_of(model: nn.Module) -> Iterator[Tensor]:
+    """Gradients of parameters, and those that FSDP2 collects until they are reduced."""
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            yield parameter.grad
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in fsdp_groups(module):
+                for parameter in group.fsdp_params:
+                    if (gradient := parameter.unsharded_accumulated_grad) is not None:
+                        yield gradient
+
+
+def fsdp_groups(module: FSDPModule) -> list[Any]:
+    state = module._get_fsdp_state()
+    several = getattr(state, "_fsdp_param_groups", None)
+    return list(several) if several is not None else [g for g in [state._fsdp_param_group] if g is not None]
+
+
+def _local_shape(parameter: Tensor) -> torch.Size:
+    return getattr(parameter, "_local_tensor", parameter).shape
+
+
+def _num_micro_batches(config: RunConfig[Any], degrees: Degrees) -> int:
+    training = config.training
+    if training.global_batch_size < 1:
+        return 1
+    return max(1, training.global_batch_size // (training.local_batch_size * degrees.dp))
+
+
+def _short(config: RunConfig[Any], degrees: Degrees, num_micro_batches: int) -> RunConfig[Any]:
+    """The same step with as few micro-batches as tell all of it."""
+    if num_micro_batches <= MOST_MICRO_BATCHES:
+        return config
+    size = config.training.local_batch_size * degrees.dp * MOST_MICRO_BATCHES
+    return replace(config, training=replace(config.training, global_batch_size=size))
+
+
+def _middle_seconds(trace: Trace) -> float:
+    """How long a micro-batch between the first and the last takes."""
+    starts = [seconds for name, _, seconds in trace.phases if name == "forward"]
+    return starts[2] - starts[1] if len(starts) > 2 else 0.0
+
+
+def _data(config: RunConfig[Any]) -> DataSets:
+    """Batches of the right shapes; pictures are the generated ones."""
+    if config.data.kind == "pictures":
+        return open_data(replace(config.data, path=""), config.training.seq_len, config.training.seed)
+    return DataSets(ByteTokenizer(), _Zeros(config), None, 0, 0)  # type: ignore[arg-type]
+
+
+class _Zeros:
+    def __init__(self, config: RunConfig[Any]) -> None:
+        self.seq_len, self.by_documents = config.training.seq_len, config.data.mask_documents
+
+    def batch(self, start: int, count: int) -> Batch:
+        tokens_BL = torch.zeros(count, self.seq_len, dtype=torch.int64)
+        documents_BL = torch.zeros_like(tokens_BL) if self.by_documents else None
+        return Batch(tokens_BL, tokens_BL.clone(), documents_BL=documents_BL)

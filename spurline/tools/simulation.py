@@ -1,0 +1,76 @@
+"""What `spurline plan` and `spurline audit` share: their options, and what is wrong with them. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Generic, TypeVar
+
+from spurline.config import RunConfig
+from spurline.hardware import Hardware, hardware_named
+from spurline.parallel.degrees import degree_problems
+from spurline.simulate.routing import RoutingModel, balanced, measured, zipf
+from spurline.tools.options import RunCommand
+from spurline.tools.parsing import described
+
+R = TypeVar("R", bound=RunConfig[Any])
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulationCommand(RunCommand[R], Generic[R]):
+    """The options of a command that simulates a step."""
+
+    ranks: Annotated[int, described("N")] = 1
+    """Number of ranks, that is devices, of the simulated run."""
+    device: Annotated[str, described("NAME")] = "h100"
+    """The device of a rank: h100, h200, b200, gb200, gh200, a100, mi300x, mi325x, mi250x, pvc, ..."""
+    gpus_per_node: Annotated[int, described("N")] = 0
+    """Devices of a node (0: as the maker's own system has)."""
+    routing: Annotated[str, described("HOW")] = "balanced"
+    """Rows of experts: balanced, zipf or zipf:EXPONENT, or the metrics.jsonl (or folder) of a run."""
+
+
+def command_problems(command: SimulationCommand[Any]) -> list[str]:
+    found = command.run_config.problems()
+    if command.ranks < 1:
+        found.append(f"--ranks must be positive, got {command.ranks}")
+    elif not command.run_config.parallelism.problems() and hasattr(command.run_config.model, "parallel_facts"):
+        config = command.run_config
+        found += degree_problems(config.parallelism, command.ranks, model=config.model, training=config.training)
+    for check in (hardware_of, routing_of):
+        try:
+            check(command)
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def hardware_of(command: SimulationCommand[Any]) -> Hardware:
+    try:
+        hardware = hardware_named(command.device)
+    except ValueError as error:
+        raise ValueError(f"--device: {error}") from None
+    if command.gpus_per_node < 0:
+        raise ValueError(f"--gpus_per_node must not be negative, got {command.gpus_per_node}")
+    return replace(hardware, gpus_per_node=command.gpus_per_node) if command.gpus_per_node else hardware
+
+
+def routing_of(command: SimulationCommand[Any]) -> RoutingModel:
+    name, _, exponent = command.routing.partition(":")
+    if name == "balanced":
+        return balanced()
+    if name != "zipf":
+        return measured(command.routing)
+    moe = getattr(command.run_config.model, "moe", None)
+    try:
+        power = float(exponent or 1.0)
+    except ValueError:
+        raise ValueError(f"--routing {command.routing}: {exponent!r} is not a number, as in zipf:0.8") from None
+    if power < 0:
+        raise ValueError(f"--routing {command.routing}: the exponent must not be negative")
+    return zipf(power, moe.num_experts if moe is not None else 1)
+
+
+def config_of(command: SimulationCommand[Any]) -> RunConfig[Any]:
+    """The config of the run, with forced balance in the model if the config asks for it."""
+    config = command.run_config
+    return replace(config, model=config.model.with_forced_balance()) if config.debug.moe_force_load_balance else config

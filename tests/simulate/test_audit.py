@@ -1,0 +1,117 @@
+"""Planted violations are caught and named; and the debug models keep to the budgets."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import spurline.parallel.fsdp
+from spurline.config import Compile, Parallelism, RunConfig, Training
+from spurline.hardware import hardware_named
+from spurline.moe.layer import MoE
+from spurline.simulate.audit import Audit, audit_step, violations
+from spurline.simulate.budget import Budget
+from spurline.testing.tiny import tiny_model
+from spurline.train.trainer import Trainer
+
+H100 = hardware_named("h100")
+MODEL = tiny_model(
+    dim=64, dense_hidden_dim=64, moe={"hidden_dim": 64, "bias_update_rate": 1e-3, "aux_loss": "sequence"}
+)
+CONFIG: RunConfig[Any] = RunConfig(
+    model=MODEL,
+    training=Training(seq_len=32, local_batch_size=2, dtype="bfloat16"),
+    parallelism=Parallelism(expert_parallel_degree=4),
+)
+ANYTHING = Budget(100, 100, 100, 1.0, 1 << 40, 100, 100)
+
+
+def audit(config: RunConfig[Any] = CONFIG, ranks: int = 8) -> Audit:
+    return audit_step(config, ranks, H100)
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, before: Callable[..., Any]) -> None:
+    """Have a method do something first."""
+    method = getattr(owner, name)
+
+    def planted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before(*args)
+        return method(self, *args, **kwargs)
+
+    monkeypatch.setattr(owner, name, planted)
+
+
+def test_a_generous_budget_is_kept() -> None:
+    assert violations(audit(), ANYTHING) == []
+
+
+def test_an_item_in_a_layer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, MoE, "_forward", read_a_number)
+    found = violations(audit(), replace(ANYTHING, host_waits_per_layer=1))
+    assert [line.split(":")[0] for line in found] == ["layers.1", "layers.2"]
+    line = read_a_number.__code__.co_firstlineno + 1
+    assert f"tests/simulate/test_audit.py:{line} item()" in found[0]
+
+
+def read_a_number(x: Tensor, *args: Any) -> None:
+    assert x.sum().item() is not None
+
+
+def test_a_tensor_made_of_a_list_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, Trainer, "accumulate_gradients", lambda *args: make_tensors())
+    found = audit()
+    accesses = [access for access in found.simulation.trace.host if "test_audit.py" in access.place.line]
+    first = make_tensors.__code__.co_firstlineno + 1
+    assert [access.place.line.rpartition(":")[2] for access in accesses] == [str(first), str(first + 1)]
+    assert all(access.direction == "write" and access.blocking for access in accesses)
+    (line,) = violations(found, replace(ANYTHING, host_waits_per_step=0))
+    assert f"tests/simulate/test_audit.py:{first} tensor made of numbers" in line
+
+
+def make_tensors() -> None:
+    torch.tensor([1.0, 2.0], device="meta")
+    torch.zeros(2, device="meta").new_tensor([1, 2])
+
+
+def test_gathers_in_another_dtype_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    fully_shard = spurline.parallel.fsdp.fully_shard
+
+    def without_policy(module: Any, **options: Any) -> Any:
+        options.pop("mp_policy", None)
+        return fully_shard(module, **options)
+
+    monkeypatch.setattr(spurline.parallel.fsdp, "fully_shard", without_policy)
+    found = violations(audit(), replace(ANYTHING, gather_dtype_share=0.02))
+    assert len(found) == 1
+    assert "of the bytes of parameters in float32" in found[0]
+    assert "layers.1" in found[0]
+
+
+def test_weights_that_casts_keep_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = audit(replace(CONFIG, parallelism=Parallelism()), ranks=1)
+    lines = violations(found, replace(ANYTHING, kept_weight_bytes=0))
+    assert len(lines) == 1  # one rank has no FSDP2 that could have cast them
+    assert "bytes of cast weights" in lines[0]
+
+
+@pytest.mark.parametrize(("ranks", "ep"), [(4, 2), (64, 64)])
+@pytest.mark.parametrize("is_forced", [False, True])
+def test_one_wait_a_layer_and_none_with_forced_balance(ranks: int, ep: int, is_forced: bool) -> None:
+    model = replace(MODEL, moe=replace(MODEL.moe, num_experts=64, force_load_balance=is_forced))
+    found = audit(replace(CONFIG, model=model, parallelism=Parallelism(expert_parallel_degree=ep)), ranks)
+    assert violations(found, replace(ANYTHING, host_waits_per_layer=None)) == []
+    by_layer = {row.name: row.host_waits for row in found.layers}
+    waits = 0 if is_forced else 1
+    assert (by_layer["layers.0"], by_layer["layers.1"], by_layer["layers.2"]) == (0, waits, waits)
+
+
+def test_compiled_blocks_are_audited() -> None:
+    config = replace(CONFIG, model=replace(MODEL, num_layers=2), compile=Compile(enable=True, components="model"))
+    found = audit(config)
+    assert violations(found, replace(ANYTHING, graph_breaks=0, recompiles=0)) == []
+    first, second, third = found.graphs_by_length
+    assert first > 0 == third
+    assert second <= first
