@@ -88,8 +88,8 @@ def spurline(folder, monkeypatch, capsys):
 
     make_trainer = run_module.make_trainer
 
-    def noted(config, world):
-        built.append(make_trainer(config, world))
+    def noted(config, world, **options):
+        built.append(make_trainer(config, world, **options))
         return built[-1]
 
     monkeypatch.setattr(run_module, "make_trainer", noted)
@@ -300,6 +300,22 @@ def test_step_that_is_not_finite_ends_the_run_in_one_line_and_keeps_the_metrics(
     assert err.startswith("spurline train: step 2: the loss is nan")
     assert "Try a lower --optimizer.lr (now 1e+38)" in err
     assert [record["step"] for record in metrics_of(folder / "run")] == [1]
+
+
+@pytest.mark.parametrize(
+    ("options", "logged"),
+    [(["--metrics.log_interval", "3"], []), (["--metrics.log_interval", "100", "--checkpoint.interval", "4"], [])],
+    ids=["log", "save"],
+)
+def test_step_that_is_not_finite_is_told_with_the_next_reading_and_never_saved(train, folder, options, logged):
+    no_schedule = ["--lr_scheduler.warmup_steps", "0", "--lr_scheduler.decay_ratio", "0"]
+    no_validation = ["--metrics.validation_batches", "0"]
+    code, _, err, _ = train(*no_schedule, *no_validation, *options, "--optimizer.lr", "1e38", "--checkpoint.enable")
+    assert code == 2
+    assert err.startswith("spurline train: step 2: the loss is nan")
+    assert len(err.splitlines()) == 1
+    assert [record["step"] for record in metrics_of(folder / "run")] == logged
+    assert not list((folder / "run").glob("checkpoints/step-*"))
 
 
 def test_validation_that_is_not_finite_ends_the_run_before_a_checkpoint_or_a_sample(train, folder):

@@ -37,3 +37,11 @@ def human(number: float, units: Sequence[str] = ("", "K", "M", "B", "T")) -> str
 def human_flops(number: float) -> str:
     """Format with three significant digits and a unit: 11.1 MFLOP, 45.4 GFLOP."""
     return human(number, [f" {prefix}FLOP" for prefix in ("", *"KMGTPEZY")])
+
+
+def gib(num_bytes: float) -> str:
+    """Format bytes of memory: 12.34 GiB, 87.2 MiB, 4.5 KiB."""
+    for unit, name, digits in ((2**30, "GiB", 2), (2**20, "MiB", 1)):
+        if num_bytes >= unit / 4:
+            return f"{num_bytes / unit:.{digits}f} {name}"
+    return f"{num_bytes / 2**10:.1f} KiB"

@@ -70,6 +70,8 @@ class ToHF(Conversion):
     """Step of the checkpoint to export (default: the newest)."""
     max_shard_size: Annotated[str, described("SIZE")] = "5GB"
     """Maximum size of one safetensors file, e.g. 5GB or 500MB (default: 5GB)."""
+    sign_key_file: Annotated[str, described("FILE")] = ""
+    """Refuse a checkpoint that was not signed with this key (--checkpoint.sign_key_file of the run)."""
 
 
 _DIRECTIONS: dict[str, tuple[Conversion, str, str]] = {
@@ -147,6 +149,8 @@ def _convert(command: Conversion, source: Path, out: Path) -> list[str]:
 
         return import_folder(source, out, with_mtp=command.mtp, **settings)
     from spurline.hf.exporting import export_run
+    from spurline.train.checkpoint.signature import read_key
 
     assert isinstance(command, ToHF)
-    return export_run(source, out, command.step, max_shard_bytes=_num_bytes(command.max_shard_size), **settings)
+    settings |= {"max_shard_bytes": _num_bytes(command.max_shard_size), "sign_key": read_key(command.sign_key_file)}
+    return export_run(source, out, command.step, **settings)

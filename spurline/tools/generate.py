@@ -56,6 +56,8 @@ class Command:
     """Random seed; prompt i (from 0) uses seed + i, so its output does not depend on the other prompts."""
     step: Annotated[int | None, described("N")] = None
     """Step of the checkpoint to load (default: the newest)."""
+    sign_key_file: Annotated[str, described("FILE")] = ""
+    """Refuse a checkpoint that was not signed with this key (--checkpoint.sign_key_file of the run)."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff, described()] = False
     """Print JSON lines with prompt, text, tokens and finish (boundary or max_tokens)."""
     no_cache: Annotated[bool, tyro.conf.FlagCreatePairsOff, described()] = False
@@ -171,7 +173,7 @@ def _generate(run_folder: Path, command: Command, prompts: list[str]) -> int:
     texts = [Text(prompt, tokenizer) for prompt in prompts]
     if problems := _length_problems(texts, tokenizer, config):
         raise ConfigError(problems)
-    model = load_model(run_folder, config, command.step)
+    model = load_model(run_folder, config, command.step, command.sign_key_file)
     started = time.perf_counter()
     _write(texts, model, tokenizer.boundary_id, config.training.seq_len, command)
     seconds, num_tokens = time.perf_counter() - started, sum(text.num_tokens for text in texts)
@@ -191,24 +193,24 @@ def _length_problems(texts: list[Text], tokenizer: Tokenizer, config: RunConfig[
     ]
 
 
-def load_model(run_folder: Path, config: RunConfig[Any], step: int | None) -> nn.Module:
+def load_model(run_folder: Path, config: RunConfig[Any], step: int | None, sign_key_file: str = "") -> nn.Module:
     """Load the model from the checkpoint of `step` (default: the newest) on one process, in eval mode."""
     import torch
 
     from spurline.device import pick_device
+    from spurline.models.common.init import build_to_load
     from spurline.models.common.linear import Embedding, Linear
     from spurline.moe import Experts
     from spurline.moe.kernels.cpu.workspace import product_dtype
     from spurline.moe.layer import SharedExperts
     from spurline.train.checkpoint.manager import CheckpointManager
+    from spurline.train.checkpoint.signature import read_key
 
-    checkpoints = CheckpointManager(run_folder, config.checkpoint.interval, config.checkpoint.keep_latest_k)
+    checkpoints = CheckpointManager(run_folder, interval=1, keep_latest_k=0, sign_key=read_key(sign_key_file))
     step = checkpoints.latest() if step is None else step
     if step is None:
         raise ConfigError([f"{checkpoints.folder}: no checkpoint found; train with --checkpoint.enable"])
-    with torch.device("meta"):
-        model: nn.Module = config.model.build()
-    model.to_empty(device=pick_device())
+    model = build_to_load(config.model, pick_device())
     checkpoints.load(step, model, optimizer=None)
     dtype = getattr(torch, config.training.dtype)
     model.compute_dtype = dtype

@@ -1,8 +1,9 @@
-"""Parse the command line of `spurline train` into a validated config, or report all errors. Torch-free."""
+"""Parse a command line with the options of a run into a validated config, or report all errors. Torch-free."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar
@@ -23,8 +24,8 @@ R = TypeVar("R", bound=RunConfig[Any])
 
 
 @dataclass(frozen=True, kw_only=True)
-class Command(Generic[R]):
-    """The options of `spurline train`."""
+class RunCommand(Generic[R]):
+    """The options of a command about a run: where to start from, and everything that can be changed."""
 
     module: Annotated[str, described("NAME")] = ""
     """Model family (see `spurline configs`)."""
@@ -32,10 +33,16 @@ class Command(Generic[R]):
     """Preset of that family to start from."""
     config_file: Annotated[str, described("FILE")] = ""
     """Start from the config.json of an earlier run instead of a preset."""
-    dry_run: Annotated[bool, tyro.conf.FlagCreatePairsOff, described()] = False
-    """Print the resolved config with parameter and FLOP counts, and exit."""
     import_: UserPackage = ""
     run_config: Annotated[R, tyro.conf.arg(name="")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command(RunCommand[R], Generic[R]):
+    """The options of `spurline train`."""
+
+    dry_run: Annotated[bool, tyro.conf.FlagCreatePairsOff, described()] = False
+    """Print the resolved config with parameter and FLOP counts and the memory of a rank, and exit."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +54,22 @@ class UnknownModel:
 
 
 def resolve(argv: list[str]) -> Command[Any]:
-    """Parse and validate `argv`; raises a ConfigError with all errors."""
+    """The command line of `spurline train`; raises a ConfigError with all errors."""
+    return resolve_command(argv, Command, PROG, _EXAMPLES, lambda command: run_problems(command.run_config))
+
+
+C = TypeVar("C", bound=RunCommand[Any])
+
+
+def resolve_command(
+    argv: list[str], kind: type[C], prog: str, examples: str, problems_of: Callable[[C], list[str]]
+) -> C:
+    """Parse `argv` into a command of this kind; raises a ConfigError with all errors, with those of problems_of."""
     argv = [f"{option}.enable" if option in _SECTIONS_TO_ENABLE else option for option in argv]
     before, given = split_options(argv)
     named = {option.name: option.values[0] for option in given if option.values}
     problems = load_user_code(argv)
-    start, not_found = _starting_point(named)
+    start, not_found = _starting_point(named, kind)
     problems += not_found
     says_which = "config_file" in named or {"module", "config"} <= named.keys()
     if wants_help(argv) and says_which and problems:
@@ -61,29 +78,29 @@ def resolve(argv: list[str]) -> Command[Any]:
     model = start.run_config.model
     if isinstance(model, UnknownModel):
         argv = before + [token for option in given if not option.name.startswith("model.") for token in option.tokens]
-    kind: Any = Command[RunConfig[type(model)]]  # type: ignore[misc]
-    command, not_understood = parse(kind, start, argv, PROG, _description(start))
+    of_model: Any = kind[RunConfig[type(model)]]  # type: ignore[misc, index]
+    command, not_understood = parse(of_model, start, argv, prog, _description(start, prog, examples))
     command = replace(command, run_config=_with_folder(command.run_config, command.config))
-    problems += not_understood + run_problems(command.run_config)
+    problems += not_understood + problems_of(command)
     if problems:
         raise ConfigError(problems)
     return command
 
 
-def _starting_point(named: dict[str, str]) -> tuple[Command[Any], list[str]]:
+def _starting_point(named: dict[str, str], kind: type[C]) -> tuple[C, list[str]]:
     """The preset or config file that the options override, and errors; generic defaults if there is none."""
     module, config, file = (named.get(name, "") for name in ("module", "config", "config_file"))
-    general = Command(run_config=_with_folder(RunConfig(model=UnknownModel()), "<config>"))
+    general = kind(run_config=_with_folder(RunConfig(model=UnknownModel()), "<config>"))
     if not file:
         if problems := preset_problems(module, config, prefix="--"):
             return general, problems
         run_config = _with_folder(family_configs(module)[config](), config)
-        return Command(module=module, config=config, run_config=run_config), []
+        return kind(module=module, config=config, run_config=run_config), []
     try:
         of_file = load(file)
     except ConfigError as error:
         return general, error.problems
-    start = Command(module=of_file[0], config=of_file[1], config_file=file, run_config=of_file[2])
+    start = kind(module=of_file[0], config=of_file[1], config_file=file, run_config=of_file[2])
     return start, [
         f"--{name} {given}: {file} has {name} {recorded}; omit --{name}"
         for name, given, recorded in (("module", module, start.module), ("config", config, start.config))
@@ -130,7 +147,7 @@ Option names accept hyphens or underscores: --dry-run is --dry_run. --compile,
 --checkpoint and --profile are short for --compile.enable and so on."""
 
 
-def _description(start: Command[Any]) -> str:
+def _description(start: RunCommand[Any], prog: str, examples: str) -> str:
     if start.config_file:
         whose = f"Defaults below are those of {start.config_file}."
     elif start.config:
@@ -138,7 +155,7 @@ def _description(start: Command[Any]) -> str:
     else:
         whose = (
             "Defaults below are generic. For model options and the defaults of a preset:\n"
-            "  spurline configs                              lists modules and configs\n"
-            "  spurline train --module M --config C --help   shows the options of one"
+            f"  {'spurline configs':45} lists modules and configs\n"
+            f"  {f'{prog} --module M --config C --help':45} shows the options of one"
         )
-    return f"{_EXAMPLES}\n\n{whose}"
+    return f"{examples}\n\n{whose}"

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Annotated
 
 from spurline.files import write_file
-from spurline.report.page import make_page
-from spurline.report.read import read_runs
 from spurline.tools.console import complain
 from spurline.tools.parsing import described, parse
 from spurline.tools.subcommands import take_arguments
@@ -51,11 +49,15 @@ def main(argv: list[str]) -> int:
 
 def write_report(folders: list[str], out: str = "") -> Path:
     """Write the report of the runs in `folders` and return its path; raises a ValueError for unreadable runs."""
+    from spurline.report.page import make_page
+    from spurline.report.read import read_runs
+
     page = make_page(read_runs(folders))
     path = Path(out) if out else Path(folders[0]) / "report.html"
     if path.is_dir():
         raise ValueError(f"--out {path} is a folder: give a file name")
     if not path.absolute().parent.is_dir():
         raise ValueError(f"{path}: there is no folder {path.parent}")
-    write_file(path, page)
+    # A name or a sample may have characters that no file can hold.
+    write_file(path, page.encode("utf-8", "replace").decode("utf-8"))
     return path

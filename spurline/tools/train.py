@@ -10,7 +10,8 @@ from typing import Any
 
 from spurline.config import RunConfig
 from spurline.config_io import ConfigError, to_json
-from spurline.tools.console import complain, human, human_flops
+from spurline.hardware import hardware_named
+from spurline.tools.console import complain, gib, human, human_flops
 from spurline.tools.options import PROG, resolve
 
 
@@ -24,7 +25,9 @@ def main(argv: list[str]) -> int:
         run_config = replace(run_config, model=run_config.model.with_forced_balance())
     if command.dry_run:
         print(to_json(command.module, command.config, run_config))
-        print(describe_cost(run_config, world_size=int(os.environ.get("WORLD_SIZE", "1"))))
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        print(describe_cost(run_config, world_size))
+        print(describe_memory(run_config, world_size))
         return 0
 
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -37,7 +40,10 @@ def main(argv: list[str]) -> int:
         if is_first and run_config.metrics.report and (folder / "metrics.jsonl").is_file():
             from spurline.tools.report import write_report
 
-            print(f"report: {write_report([str(folder)])}")
+            try:
+                print(f"report: {write_report([str(folder)])}")
+            except OSError as error:  # the run itself is complete
+                print(f"{PROG}: the report was not written: {error.strerror or error}", file=sys.stderr)
     except ConfigError as error:  # what only the built model can tell
         return complain(PROG, error.problems)
     except ValueError as error:
@@ -50,6 +56,13 @@ def main(argv: list[str]) -> int:
     except KeyboardInterrupt:
         print(f"{PROG}: interrupted", file=sys.stderr)
         return 130
+    except Exception as error:
+        from spurline.parallel.compile_cache import broken_library
+
+        library = broken_library(str(error))
+        if not library:
+            raise
+        return complain(PROG, [f"the compile cache is damaged: remove {library} and run the same command again"])
     return 0
 
 
@@ -78,3 +91,13 @@ def describe_cost(config: RunConfig[Any], world_size: int) -> str:
             f"run folder  {config.job.dump_folder}",
         ]
     )
+
+
+def describe_memory(config: RunConfig[Any], world_size: int) -> str:
+    """Format what a rank holds at the peak of a step as text; simulates a few layers, which takes seconds."""
+    from spurline.simulate.search import estimate_step  # imports torch, and nothing before it does
+
+    plan = estimate_step(config, world_size, hardware_named("h100"))
+    held = {holder: size for holder, size in plan.holders.items() if size > plan.peak_bytes / 20}
+    parts = ", ".join(f"{gib(size)} {holder}" for holder, size in sorted(held.items(), key=lambda item: -item[1]))
+    return f"memory      {gib(plan.peak_bytes)} per rank on an accelerator ({parts}); more with `spurline plan`"

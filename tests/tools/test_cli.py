@@ -17,7 +17,7 @@ heavy = lambda: {"torch", "numpy"} & sys.modules.keys()
 with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
     main(["--help"])
     assert "tyro" not in sys.modules and "rich" not in sys.modules
-    for command in ("configs", "train --help", f"train {preset} --help", f"train {preset} --dry-run", "train"):
+    for command in ("configs", "train --help", f"train {preset} --help", "train", "plan --help", "audit"):
         with contextlib.suppress(SystemExit):
             main(command.split())
         assert not heavy(), (command, heavy())
@@ -47,7 +47,7 @@ def test_unlike_command_lists_what_there_is(spurline):
     assert spurline("xyz") == (2, "", "spurline: unknown command 'xyz'. Commands: " + ", ".join(COMMANDS) + "\n")
 
 
-def test_help_configs_dry_run_and_errors_leave_torch_alone(tmp_path):
+def test_help_configs_and_errors_leave_torch_alone(tmp_path):
     done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], cwd=tmp_path, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("done\n", "")
 

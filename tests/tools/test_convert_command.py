@@ -170,12 +170,12 @@ def test_folders_may_stand_anywhere(spurline, theirs, tmp_path):
 
 
 def test_an_interrupted_command_says_so(spurline, theirs, tmp_path, monkeypatch):
-    from spurline.hf import importing
+    from spurline.hf.safetensors_file import Stored
 
     def interrupt(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(importing, "read_into", interrupt)
+    monkeypatch.setattr(Stored, "read_into", interrupt)
     code, _, err = spurline("convert", "from-hf", str(theirs), "run")
     assert (code, err) == (130, "spurline convert from-hf: interrupted, nothing was written\n")
     assert list(tmp_path.iterdir()) == []

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import version1_checkpoints as version1
 
 from spurline import config_io
 from spurline.config import Data, Parallelism, RunConfig, Training
@@ -215,7 +216,7 @@ def test_a_diverged_model_is_one_clear_line(spurline, tmp_path):
     save_run(tmp_path / "run")
     model = built(1)
     torch.nn.init.constant_(model.norm.weight, float("nan"))
-    CheckpointManager(tmp_path / "run", 1, 0).save(1, model, torch.optim.AdamW(model.parameters()), {})
+    version1.save(tmp_path / "run", 1, model, torch.optim.AdamW(model.parameters()), {})
     code, _, err = spurline("generate", "run", *X)
     assert code == 2
-    assert "the model's logits are not finite numbers" in err
+    assert "step 1 is of a run that has diverged: model.norm.weight is not finite" in err

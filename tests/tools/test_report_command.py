@@ -105,7 +105,7 @@ def test_a_long_run_makes_a_page_below_two_megabytes(spurline, tmp_path):
         ([], "RUN is missing: give a run folder, as in spurline report outputs/my_run"),
         (["nowhere"], "nowhere: there is no such run folder"),
         (["."], ".: not the folder of a run, as there is no metrics.jsonl in it"),
-        (["broken"], "broken/metrics.jsonl, line 1: not JSON: Expecting value"),
+        (["broken"], "broken/metrics.jsonl, line 1: not JSON: Expecting value at column 1"),
         (["run", "--out", "."], "--out . is a folder: give a file name"),
         (["run", "--out", "no/such/page.html"], "no/such/page.html: there is no folder no/such"),
         (["run", "--outt", "x"], "--outt: no such option. Did you mean --out?"),

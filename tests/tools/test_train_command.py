@@ -1,4 +1,5 @@
 import json
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -86,13 +87,19 @@ def test_dry_run_prints_the_config_and_its_cost_and_writes_nothing(train, traine
 
     model, sequences = deepseek_v3_debugmodel().model, deepseek_v3_debugmodel().training.local_batch_size
     flops, tokens = model.flops_per_token(64), sequences * 64
-    assert cost.splitlines() == [
+    *lines, memory = cost.splitlines()
+    assert lines == [
         f"parameters  {human(model.num_params())} total, {human(model.num_active_params())} active per token",
         f"tokens      {tokens:,} per step ({sequences} sequences of 64), {tokens * 10:,} in 10 steps",
         f"compute     {human_flops(flops)} per token, {human_flops(flops * tokens)} per step,"
         f" {human_flops(flops * tokens * 10)} in total (forward and backward)",
         "run folder  outputs/deepseek_v3_debugmodel",
     ]
+    words = re.search(r"^memory +(\S+) MiB per rank on an accelerator .*?([\d.]+) MiB optimizer state", memory)
+    peak, state = words.groups()
+    # AdamW keeps two fp32 numbers for each parameter, rounded up for the allocator; the peak has parameters too.
+    assert 1 <= float(state) * 2**20 / (8 * model.num_params()) < 1.05
+    assert float(peak) > 1.5 * float(state)
 
 
 def test_dry_run_counts_the_sequences_of_all_data_ranks(train, monkeypatch):
