@@ -10,8 +10,8 @@ from typing import Annotated, Any, Generic, TypeVar
 
 import tyro
 
-from spurline.config import Job, RunConfig
-from spurline.config_io import ConfigError, load, preset_problems
+from spurline.config import RunConfig
+from spurline.config_io import ConfigError, family_of, load, preset_problems
 from spurline.data import check_data
 from spurline.models import family_configs
 from spurline.parallel.degrees import degree_problems
@@ -28,11 +28,12 @@ class RunCommand(Generic[R]):
     """The options of a command about a run: where to start from, and everything that can be changed."""
 
     module: Annotated[str, described("NAME")] = ""
-    """Model family (see `spurline configs`)."""
+    """Model family (see `spurline configs`); not needed where --config names a preset that only one family has."""
     config: Annotated[str, described("NAME")] = ""
-    """Preset of that family to start from."""
+    """Preset to start from."""
     config_file: Annotated[str, described("FILE")] = ""
-    """Start from the config.json of an earlier run instead of a preset."""
+    """Start from the config.json of an earlier run instead of a preset, or from a JSON or YAML file of one's own:
+    options that it does not have are those of its preset."""
     import_: UserPackage = ""
     run_config: Annotated[R, tyro.conf.arg(name="")]
 
@@ -71,7 +72,7 @@ def resolve_command(
     problems = load_user_code(argv)
     start, not_found = _starting_point(named, kind)
     problems += not_found
-    says_which = "config_file" in named or {"module", "config"} <= named.keys()
+    says_which = "config_file" in named or "config" in named
     if wants_help(argv) and says_which and problems:
         raise ConfigError(problems)
 
@@ -92,12 +93,13 @@ def _starting_point(named: dict[str, str], kind: type[C]) -> tuple[C, list[str]]
     module, config, file = (named.get(name, "") for name in ("module", "config", "config_file"))
     general = kind(run_config=_with_folder(RunConfig(model=UnknownModel()), "<config>"))
     if not file:
+        module = module or family_of(config)
         if problems := preset_problems(module, config, prefix="--"):
             return general, problems
         run_config = _with_folder(family_configs(module)[config](), config)
         return kind(module=module, config=config, run_config=run_config), []
     try:
-        of_file = load(file)
+        of_file = load(file, may_be_partial=True)
     except ConfigError as error:
         return general, error.problems
     start = kind(module=of_file[0], config=of_file[1], config_file=file, run_config=of_file[2])
@@ -109,7 +111,9 @@ def _starting_point(named: dict[str, str], kind: type[C]) -> tuple[C, list[str]]
 
 
 def _with_folder(run_config: RunConfig[Any], config: str) -> RunConfig[Any]:
-    return run_config if run_config.job.dump_folder else replace(run_config, job=Job(dump_folder=f"outputs/{config}"))
+    if run_config.job.dump_folder:
+        return run_config
+    return replace(run_config, job=replace(run_config.job, dump_folder=f"outputs/{config}"))
 
 
 def run_problems(config: RunConfig[Any]) -> list[str]:
@@ -138,8 +142,8 @@ _EXAMPLES = """\
 Train a model: start from a preset of a model family and override any option.
 
 examples
-  spurline train --module deepseek_v3 --config deepseek_v3_debugmodel
-  spurline train --module deepseek_v3 --config deepseek_v3_debugmodel \\
+  spurline train --config deepseek_v3_debugmodel
+  spurline train --config deepseek_v3_debugmodel \\
       --training.steps 20 --compile.enable --model.moe.top_k 4
   spurline train --config-file outputs/deepseek_v3_debugmodel/config.json
 
