@@ -4,27 +4,17 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
-from dataclasses import dataclass
 
 from spurline.train.agreement import Agreement
 from spurline.train.checkpoint.manager import CheckpointManager
 from spurline.train.metrics.logger import MetricsLogger
 from spurline.train.metrics.step_metrics import StepMetrics
 from spurline.train.metrics.tally import diverged
+from spurline.train.position import Position
 from spurline.train.profiling import make_profiler
 from spurline.train.stop_signal import StopSignal
 from spurline.train.trainer import Trainer
 from spurline.train.validation import has_validation, validation_loss
-
-
-@dataclass
-class Position:
-    """How far a run has come."""
-
-    step: int = 0
-    """The steps that were taken."""
-    tokens_seen: int = 0
-    """Those of the steps that have been read from the device."""
 
 
 class TrainingLoop:
@@ -74,7 +64,7 @@ class TrainingLoop:
     def step(self, step: int) -> StepMetrics:
         with self.trainer.timer.step(), self.profiler.step(step) if self.profiler else nullcontext():
             metrics = self.trainer.step(step)
-        self.position = Position(step, self.trainer.tally.tokens_seen)
+        self.position = self.trainer.position_after(step)
         return metrics
 
     def is_validation_due(self, step: int) -> bool:
@@ -102,8 +92,8 @@ class TrainingLoop:
         """Write a checkpoint; a ValueError instead if a step since the last reading was not finite."""
         with self.logger.throughput.paused():
             self.trainer.tally.read()
-            self.position = Position(step, self.trainer.tally.tokens_seen)
-            extra = {"tokens_seen": self.position.tokens_seen, "validation_loss": loss}
+            self.position = self.trainer.position_after(step)
+            extra = {**self.position.stored(), "validation_loss": loss}
             self.checkpoints.save(step, self.trainer.model, self.trainer.optimizer, extra)
 
     def should_stop(self) -> bool:

@@ -20,9 +20,10 @@ from spurline.parallel.world import joined_world
 from spurline.train.allocator import keep_freed_memory
 from spurline.train.checkpoint.manager import CheckpointManager
 from spurline.train.checkpoint.signature import read_key
-from spurline.train.loop import Position, TrainingLoop
+from spurline.train.loop import TrainingLoop
 from spurline.train.metrics.logger import MetricsLogger
 from spurline.train.metrics.writers import open_writers
+from spurline.train.position import Position, stored_position
 from spurline.train.progress import Progress
 from spurline.train.sample import append_sample, sample_text
 from spurline.train.stop_signal import StopSignal
@@ -62,7 +63,7 @@ def train(module: str, config_name: str, config: RunConfig[Any]) -> Path:
 def take_steps(trainer: Trainer, checkpoints: CheckpointManager, progress: Progress, start: Position) -> bool:
     """Take the steps that are left and write their metrics; returns False if SIGTERM came before the last one."""
     config, is_first = trainer.config, trainer.world.is_first
-    trainer.tally.tokens_seen = start.tokens_seen
+    trainer.resume_at(start)
     with (
         open_writers(
             config.job.dump_folder, config.metrics, asdict(config), start.step or None, is_first, progress.log
@@ -119,10 +120,9 @@ def resume(trainer: Trainer, checkpoints: CheckpointManager) -> Position | None:
         return None
     step, extra = loaded
     checkpoints.restore_random(step, trainer.config.training.seed)
-    tokens_seen = extra.get("tokens_seen")
-    if type(tokens_seen) is not int:
-        raise ValueError(f"the checkpoint of step {step} does not say how many tokens the run has seen")
-    return Position(step, tokens_seen)
+    config = trainer.config
+    tokens_per_sequence = config.training.seq_len if config.data.kind == "text" else None
+    return stored_position(step, extra, trainer.global_batch_size, tokens_per_sequence)
 
 
 def describe(config_name: str, trainer: Trainer, start: Position, keeps_memory: bool) -> list[str]:

@@ -31,6 +31,7 @@ from spurline.train.optimizer.build import build_optimizer
 from spurline.train.optimizer.clip import clip_gradients
 from spurline.train.optimizer.masked import step_unless
 from spurline.train.optimizer.schedule import learning_rate, set_learning_rate
+from spurline.train.position import Position
 from spurline.train.setup import build_loss, build_model, build_timer, open_data_for_model, set_up_torch
 
 
@@ -45,6 +46,8 @@ class Trainer:
     optimizer: torch.optim.Optimizer
     loss_sum: Callable[[Tensor, Tensor], Tensor]
     timer: StepTimer = field(default_factory=StepTimer)
+    start: Position = field(default_factory=Position, init=False)
+    """Where the run began or was resumed; the data of a step is counted from here."""
     tally: StepTally = field(init=False)
     _prefetcher: Prefetcher[list[Batch]] | None = field(default=None, init=False)
 
@@ -61,6 +64,17 @@ class Trainer:
         if training.global_batch_size > 0:
             return training.global_batch_size
         return training.local_batch_size * self.world.data_size
+
+    def resume_at(self, position: Position) -> None:
+        """Continue with the step and the sequence after `position`."""
+        self.start, self.tally.tokens_seen = position, position.tokens_seen
+
+    def first_sequence(self, step: int) -> int:
+        """The position in the data at which a step begins."""
+        return self.start.sequences_seen + (step - 1 - self.start.step) * self.global_batch_size
+
+    def position_after(self, step: int) -> Position:
+        return Position(step, self.tally.tokens_seen, self.first_sequence(step + 1))
 
     def step(self, step: int) -> StepMetrics:
         """Take optimizer step number `step`, counted from 1, and read nothing from the device.
@@ -122,7 +136,7 @@ class Trainer:
     def micro_batches_on_host(self, step: int) -> list[Batch]:
         """The same in host memory, pinned where a device is to copy it."""
         size, world = self.config.training.local_batch_size, self.world
-        first = (step - 1) * self.global_batch_size + world.data_rank * size
+        first = self.first_sequence(step) + world.data_rank * size
         starts = range(first, first + self.global_batch_size, size * world.data_size)
         batches = [self.data.train.batch(start, size) for start in starts]
         return [batch.pin_memory() for batch in batches] if is_accelerator(self.device) else batches
