@@ -13,6 +13,10 @@ from spurline.typed_json import ADDED_LATER
 class Job:
     dump_folder: str = ""
     """Folder for everything the run writes (empty: outputs/<config>)."""
+    allow_changes: bool = field(default=False, metadata=ADDED_LATER)
+    """Resume although options or data that change the run differ from the checkpoint's; each difference is listed."""
+    overwrite: bool = field(default=False, metadata=ADDED_LATER)
+    """Start at step 1 and replace the run that is in the folder, with its checkpoints."""
 
     def problems(self) -> list[str]:
         return []

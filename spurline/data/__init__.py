@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,9 @@ class DataSets:
     num_documents: int
     num_tokens: int
     """Total tokens of training and validation documents, including boundary tokens."""
+    fingerprint: Callable[[], str] = lambda: ""
+    """A hash of all documents, which is computed when it is asked for: from the checksums of prepared data, else from
+    the tokens. Of pictures it covers names, captions and sizes."""
 
 
 def check_data(data: Data) -> list[str]:
@@ -52,4 +56,5 @@ def open_data(data: Data, seq_len: int, seed: int) -> DataSets:
         validation=ValidationBatches(text.validation, make_batch) if text.validation is not None else None,
         num_documents=text.num_documents,
         num_tokens=text.num_tokens,
+        fingerprint=text.fingerprint,
     )

@@ -92,6 +92,8 @@ class Packed:
     """None if nothing is held out, or the fraction is less than half a window."""
     num_documents: int
     num_tokens: int
+    stream: DocumentStream
+    """What both are taken from."""
 
 
 def pack(
@@ -136,6 +138,7 @@ def pack_stream(
         validation=validation if len(validation) else None,
         num_documents=len(stream.start_D),
         num_tokens=stream.num_tokens,
+        stream=stream,
     )
 
 

@@ -20,7 +20,7 @@ from spurline.data.patch_sizes import PATCH_DIM, PATCH_SIZE
 from spurline.data.patches import to_patches
 from spurline.data.picture_samples import Picture, Sample, read_samples
 from spurline.data.picture_tokenizer import PictureTokenizer
-from spurline.data.sources import stable_hash
+from spurline.data.sources import combined_hash, stable_hash
 from spurline.data.tokenizer import tokenizer_for
 
 if TYPE_CHECKING:
@@ -93,6 +93,9 @@ def open_pictures(data: Data, seq_len: int, seed: int) -> DataSets:
         validation=ValidationBatches(validation, PictureWindows.batch) if held_out else None,
         num_documents=len(samples) + len(held_out),
         num_tokens=train.num_tokens + validation.num_tokens,
+        fingerprint=lambda: combined_hash(
+            f"{sample.name} {sample.text} {sample.picture and sample.picture.size}" for sample in [*samples, *held_out]
+        ),
     )
 
 

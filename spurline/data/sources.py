@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
@@ -24,6 +24,11 @@ _NOT_STDLIB = (
 def stable_hash(purpose: str, name: str) -> bytes:
     """A hash that is the same on every machine; hashes for different purposes are independent."""
     return hashlib.sha256(f"{purpose}\0{name}".encode("utf-8", "surrogatepass")).digest()
+
+
+def combined_hash(texts: Iterable[str]) -> str:
+    """One hash of several texts, in their order."""
+    return hashlib.sha256("\0".join(texts).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def each_path(data: Data) -> list[Data]:

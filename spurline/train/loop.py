@@ -93,7 +93,7 @@ class TrainingLoop:
         with self.logger.throughput.paused():
             self.trainer.tally.read()
             self.position = self.trainer.position_after(step)
-            extra = {**self.position.stored(), "validation_loss": loss}
+            extra = {**self.position.stored(), "validation_loss": loss, "run": self.trainer.fingerprint()}
             self.checkpoints.save(step, self.trainer.model, self.trainer.optimizer, extra)
 
     def should_stop(self) -> bool:

@@ -19,12 +19,15 @@ from spurline.parallel.fsdp import has_separate_expert_units
 from spurline.parallel.world import joined_world
 from spurline.train.allocator import keep_freed_memory
 from spurline.train.checkpoint.manager import CheckpointManager
+from spurline.train.checkpoint.ranks import Ranks
 from spurline.train.checkpoint.signature import read_key
+from spurline.train.fingerprint import check_fingerprint
 from spurline.train.loop import TrainingLoop
 from spurline.train.metrics.logger import MetricsLogger
 from spurline.train.metrics.writers import open_writers
 from spurline.train.position import Position, stored_position
 from spurline.train.progress import Progress
+from spurline.train.run_folder import check_run_folder, make_run_folder, set_aside
 from spurline.train.sample import append_sample, sample_text
 from spurline.train.stop_signal import StopSignal
 from spurline.train.trainer import Trainer, make_trainer
@@ -41,15 +44,16 @@ def train(module: str, config_name: str, config: RunConfig[Any]) -> Path:
         if config.compile.enable and config.compile.backend == "inductor":
             for path in remove_broken_libraries():
                 progress.log(f"removed {path} from the compile cache: a killed process had left it incomplete")
+        Ranks().first(lambda: check_run_folder(folder, config.job, config.checkpoint.enable))
         trainer = make_trainer(config, world, draw_weights=False)
-        if world.is_first:
-            make_folder(folder)
-        world.wait_for_all()
+        Ranks().first(lambda: make_run_folder(folder, config.job))
         checkpoints = open_checkpoints(folder, config, progress.log)
-        start = resume(trainer, checkpoints) if config.checkpoint.enable else None
+        start = resume(trainer, checkpoints, progress.log) if config.checkpoint.enable else None
         if start is None:
             initialize_parameters(trainer.model, config.training.seed)
             start = Position()
+            if moved := Ranks().first(lambda: set_aside(folder)):
+                progress.log(moved)
         for line in describe(config_name, trainer, start, keeps_memory):
             progress.log(line)
         if world.is_first:
@@ -92,13 +96,6 @@ def write_sample(trainer: Trainer, folder: Path, progress: Progress) -> None:
             progress.log(f"warning: the sample was not written: {error.strerror or error}")
 
 
-def make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"job.dump_folder {folder}: can't make this folder: {error.strerror}") from None
-
-
 def open_checkpoints(folder: Path, config: RunConfig[Any], say: Callable[[str], None]) -> CheckpointManager:
     section = config.checkpoint
     return CheckpointManager(
@@ -113,14 +110,23 @@ def open_checkpoints(folder: Path, config: RunConfig[Any], say: Callable[[str], 
     )
 
 
-def resume(trainer: Trainer, checkpoints: CheckpointManager) -> Position | None:
-    """Load the newest checkpoint that is complete, if there is one; returns how far the run had come."""
-    loaded = checkpoints.load_newest(trainer.model, trainer.optimizer)
+def resume(
+    trainer: Trainer, checkpoints: CheckpointManager, say: Callable[[str], None] = lambda line: None
+) -> Position | None:
+    """Load the newest checkpoint that is complete, if there is one; returns how far the run had come.
+
+    A checkpoint of a run with other options or data is refused, unless they may differ.
+    """
+    config, run = trainer.config, trainer.fingerprint()
+
+    def check(step: int, extra: dict[str, Any]) -> None:
+        check_fingerprint(extra.get("run"), run, step, config.job.allow_changes, say)
+
+    loaded = checkpoints.load_newest(trainer.model, trainer.optimizer, check)
     if loaded is None:
         return None
     step, extra = loaded
-    checkpoints.restore_random(step, trainer.config.training.seed)
-    config = trainer.config
+    checkpoints.restore_random(step, config.training.seed)
     tokens_per_sequence = config.training.seq_len if config.data.kind == "text" else None
     return stored_position(step, extra, trainer.global_batch_size, tokens_per_sequence)
 

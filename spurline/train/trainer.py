@@ -23,6 +23,7 @@ from spurline.device import is_accelerator, use_device
 from spurline.moe.balance import set_token_weight, update_expert_bias
 from spurline.parallel.fsdp import reduce_gradients
 from spurline.parallel.world import World
+from spurline.train.fingerprint import fingerprint
 from spurline.train.loss import count_real_tokens
 from spurline.train.metrics.step_metrics import StepMetrics
 from spurline.train.metrics.tally import StepTally
@@ -49,6 +50,7 @@ class Trainer:
     start: Position = field(default_factory=Position, init=False)
     """Where the run began or was resumed; the data of a step is counted from here."""
     tally: StepTally = field(init=False)
+    _fingerprint: dict[str, Any] | None = field(default=None, init=False)
     _prefetcher: Prefetcher[list[Batch]] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -64,6 +66,12 @@ class Trainer:
         if training.global_batch_size > 0:
             return training.global_batch_size
         return training.local_batch_size * self.world.data_size
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Options and data that change the run, computed once."""
+        if self._fingerprint is None:
+            self._fingerprint = fingerprint(self.config, self.global_batch_size, self.data)
+        return self._fingerprint
 
     def resume_at(self, position: Position) -> None:
         """Continue with the step and the sequence after `position`."""

@@ -205,8 +205,16 @@ class CheckpointManager:
             raise ValueError(f"the checkpoint of step {step} is of a run that has diverged: {not_finite}")
         return extra
 
-    def load_newest(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, dict[str, Any]] | None:
-        """Load the newest checkpoint that is intact and finite: its step and `extra`; None if there is none at all."""
+    def load_newest(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        check: Callable[[int, dict[str, Any]], None] = lambda step, extra: None,
+    ) -> tuple[int, dict[str, Any]] | None:
+        """Load the newest checkpoint that is intact and finite: its step and `extra`; None if there is none at all.
+
+        `check` may refuse these two by a ValueError, before anything is changed.
+        """
         ranks = Ranks()
         passed: list[str] = []
         for step in reversed(ranks.first(self._cleaned_steps)):
@@ -214,7 +222,7 @@ class CheckpointManager:
             if checkpoint is None:
                 passed.append(f"that of step {step} is damaged, {'; '.join(problems)}")
                 continue
-            extra, not_finite = self._load(checkpoint, model, optimizer, ranks)
+            extra, not_finite = self._load(checkpoint, model, optimizer, ranks, check)
             if not_finite:
                 passed.append(f"that of step {step} is of a run that has diverged, {not_finite}")
                 continue
@@ -259,7 +267,12 @@ class CheckpointManager:
         return StoredCheckpoint(self._files.at(step), self._files.record(step))
 
     def _load(
-        self, checkpoint: StoredCheckpoint, model: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: Ranks
+        self,
+        checkpoint: StoredCheckpoint,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        ranks: Ranks,
+        check_extra: Callable[[int, dict[str, Any]], None] = lambda step, extra: None,
     ) -> tuple[dict[str, Any], str]:
         """Load in place; returns `extra`, and which tensor is not finite (or "")."""
         tensors, saved = model_tensors(model), checkpoint.layout.tensors
@@ -269,6 +282,7 @@ class CheckpointManager:
         def check() -> None:
             self._check_model(checkpoint, tensor_differences(saved, tensors))
             extra.update(checkpoint.extra)
+            check_extra(checkpoint.record.step, extra)
             of_optimizer.update(empty_optimizer_tensors(saved, model) if optimizer else {})
 
         ranks.gather(check)
