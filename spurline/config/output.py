@@ -97,6 +97,8 @@ class Debug:
     """Wrap each layer's experts in their own FSDP2 unit, as on PyTorch builds without per-parameter meshes."""
     stop_after: int = 0
     """Stop after this step but keep the learning rate schedule of all training.steps, to test resuming (0: off)."""
+    check_replicas_interval: int = field(default=100, metadata=ADDED_LATER)
+    """Steps between comparisons of what several ranks hold copies of; also before each checkpoint (0: never)."""
 
     def problems(self) -> list[str]:
-        return at_least(self, stop_after=0)
+        return at_least(self, stop_after=0, check_replicas_interval=0)

@@ -23,6 +23,7 @@ FREE = (
     *("parallelism.*", "comm.*", "compile.*", "activation_checkpoint.*"),
     *("training.local_batch_size", "training.threads", "training.keep_freed_memory", "training.device"),
     *("debug.stop_after", "debug.deterministic", "debug.separate_expert_units"),
+    "debug.check_replicas_interval",
     # Where the data is: its content is compared.
     *("data.path", "data.pattern", "data.text_field"),
     # How experts are computed and reached; loading the model reports these.

@@ -12,6 +12,7 @@ from spurline.train.metrics.step_metrics import StepMetrics
 from spurline.train.metrics.tally import diverged
 from spurline.train.position import Position
 from spurline.train.profiling import make_profiler
+from spurline.train.replicas import ReplicaCheck
 from spurline.train.stop_signal import StopSignal
 from spurline.train.trainer import Trainer
 from spurline.train.validation import has_validation, validation_loss
@@ -37,6 +38,7 @@ class TrainingLoop:
         self.config = config = trainer.config
         self.last_step = min(config.debug.stop_after or config.training.steps, config.training.steps)
         self.profiler = make_profiler(trainer)
+        self.replicas = ReplicaCheck(trainer.model, trainer.world, config.debug.check_replicas_interval)
         self.agreement = Agreement(trainer.world.host_group)
 
     def run(self) -> bool:
@@ -50,13 +52,16 @@ class TrainingLoop:
                     self.logger.log(metrics, loss)
                 self.refuse_unless_finite(step, loss)
                 stopping = self.should_stop()
-                if self.is_save_due(step) or (stopping and self.config.checkpoint.enable):
+                saving = self.is_save_due(step) or (stopping and self.config.checkpoint.enable)
+                self.replicas.check(step, saving)
+                if saving:
                     self.save(step, loss)
                 if stopping and step < self.last_step:
                     break
         if self.profiler:
             self.profiler.finish()
         self.agreement.finish()
+        self.replicas.finish()
         self.trainer.tally.read()
         self.checkpoints.wait()
         return self.position.step >= self.last_step
