@@ -68,6 +68,7 @@ def take_steps(trainer: Trainer, checkpoints: CheckpointManager, progress: Progr
     """Take the steps that are left and write their metrics; returns False if SIGTERM came before the last one."""
     config, is_first = trainer.config, trainer.world.is_first
     trainer.resume_at(start)
+    trainer.bad_steps.folder, trainer.bad_steps.say = Path(config.job.dump_folder), progress.log
     with (
         open_writers(
             config.job.dump_folder, config.metrics, asdict(config), start.step or None, is_first, progress.log

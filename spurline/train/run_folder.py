@@ -11,7 +11,10 @@ from spurline.train.checkpoint.folder import CheckpointFolder
 
 PREVIOUS = "previous"
 """Where an earlier run goes: a run folder in the run folder, which `spurline report` can show."""
-_OF_A_RUN = ("metrics.jsonl", "expert_load.bin", "config.json", "samples.jsonl", "report.html", "tensorboard")
+_OF_A_RUN = (
+    *("metrics.jsonl", "expert_load.bin", "config.json", "samples.jsonl", "report.html", "tensorboard"),
+    "bad_steps.jsonl",
+)
 
 
 def check_run_folder(folder: Path, job: Job, resumes: bool) -> None:
@@ -38,7 +41,8 @@ def make_run_folder(folder: Path, job: Job) -> None:
 def set_aside(folder: Path) -> str:
     """Move the run that is in the folder, if there is one, to its subfolder `previous`; returns a line about that."""
     metrics, previous = folder / "metrics.jsonl", folder / PREVIOUS
-    if not metrics.is_file() or not metrics.stat().st_size:
+    has_lines = metrics.is_file() and metrics.stat().st_size > 0
+    if not has_lines and not (folder / "bad_steps.jsonl").exists():
         return ""
     shutil.rmtree(previous, ignore_errors=True)
     previous.mkdir()

@@ -23,13 +23,14 @@ from spurline.device import is_accelerator, use_device
 from spurline.moe.balance import set_token_weight, update_expert_bias
 from spurline.parallel.fsdp import reduce_gradients
 from spurline.parallel.world import World
+from spurline.train.bad_steps import BadSteps
 from spurline.train.fingerprint import fingerprint
 from spurline.train.loss import count_real_tokens
 from spurline.train.metrics.step_metrics import StepMetrics
 from spurline.train.metrics.tally import StepTally
 from spurline.train.metrics.timing import StepTimer
 from spurline.train.optimizer.build import build_optimizer
-from spurline.train.optimizer.clip import clip_gradients
+from spurline.train.optimizer.clip import clip_gradients, gradient_norms
 from spurline.train.optimizer.masked import step_unless
 from spurline.train.optimizer.schedule import learning_rate, set_learning_rate
 from spurline.train.position import Position
@@ -50,11 +51,13 @@ class Trainer:
     start: Position = field(default_factory=Position, init=False)
     """Where the run began or was resumed; the data of a step is counted from here."""
     tally: StepTally = field(init=False)
+    bad_steps: BadSteps = field(init=False)
     _fingerprint: dict[str, Any] | None = field(default=None, init=False)
     _prefetcher: Prefetcher[list[Batch]] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self.tally = StepTally(self.config, self.device)
+        self.bad_steps = BadSteps(self)
+        self.tally = StepTally(self.device, self.bad_steps.report)
 
     @property
     def device(self) -> torch.device:
@@ -87,7 +90,7 @@ class Trainer:
     def step(self, step: int) -> StepMetrics:
         """Take optimizer step number `step`, counted from 1, and read nothing from the device.
 
-        A step that is not finite leaves weights, optimizer and balance as they are; reading its metrics raises.
+        A step that is not finite leaves weights, optimizer and balance as they are; reading its metrics reports it.
         """
         config = self.config
         lr = learning_rate(step, config.training.steps, config.optimizer.lr, config.lr_scheduler)
@@ -99,8 +102,11 @@ class Trainer:
         num_tokens = self.count_tokens(batch.labels_BL for batch in micro_batches)
         loss = self.accumulate_gradients(micro_batches, num_tokens)
         with self.timer.phase("optimizer"):
-            grad_norm = clip_gradients(self.model.parameters(), config.training.max_grad_norm, self.world.group)
+            parameters, max_norm = list(self.model.parameters()), config.training.max_grad_norm
+            norms_P = gradient_norms(parameters)
+            grad_norm = clip_gradients(parameters, max_norm, self.world.group, norms_P=norms_P)
             failed = self.tally.note(step, num_tokens, loss, grad_norm)
+            self.bad_steps.note(failed, norms_P)
             step_unless(failed, self.optimizer)
             self.optimizer.zero_grad()
             update_expert_bias(self.model, self.world.group, unless=failed)
@@ -120,6 +126,7 @@ class Trainer:
             with self.timer.phase("backward"):
                 loss.backward()
             total += loss.detach()
+            self.bad_steps.note_micro_batch(loss)
         return self.world.sum_over_data(total)
 
     def loss_of(self, batch: Batch) -> Tensor:

@@ -5,6 +5,7 @@ Each warning is given once for as long as its cause lasts, and again if the caus
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Mapping
@@ -104,7 +105,7 @@ class TrainingHealth:
 
     def _loss_spike(self, record: Mapping[str, Any]) -> list[str]:
         loss = record.get("loss")
-        if loss is None:
+        if loss is None or not math.isfinite(loss):
             return []
         is_spike, usual = False, loss
         if len(self._losses) >= PATIENCE:
