@@ -17,9 +17,12 @@ class Job:
     """Resume although options or data that change the run differ from the checkpoint's; each difference is listed."""
     overwrite: bool = field(default=False, metadata=ADDED_LATER)
     """Start at step 1 and replace the run that is in the folder, with its checkpoints."""
+    max_same_failures: int = field(default=4, metadata=ADDED_LATER)
+    """Do not start a run with checkpoints again after this many failures in a row at the same step with the same
+    error; from the second on it steps back to an older checkpoint (0: no limit)."""
 
     def problems(self) -> list[str]:
-        return []
+        return at_least(self, max_same_failures=0)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from spurline.train.allocator import keep_freed_memory
 from spurline.train.checkpoint.manager import CheckpointManager
 from spurline.train.checkpoint.ranks import Ranks
 from spurline.train.checkpoint.signature import read_key
+from spurline.train.crash_loop import CrashLoop, StepBack
 from spurline.train.fingerprint import check_fingerprint
 from spurline.train.loop import TrainingLoop
 from spurline.train.metrics.logger import MetricsLogger
@@ -48,7 +49,11 @@ def train(module: str, config_name: str, config: RunConfig[Any]) -> Path:
         trainer = make_trainer(config, world, draw_weights=False)
         Ranks().first(lambda: make_run_folder(folder, config.job))
         checkpoints = open_checkpoints(folder, config, progress.log)
-        start = resume(trainer, checkpoints, progress.log) if config.checkpoint.enable else None
+        start, crashes = None, None
+        if config.checkpoint.enable:
+            run = {**trainer.fingerprint(), "training.on_bad_step": config.training.on_bad_step}
+            crashes = CrashLoop(folder, run, config.job.max_same_failures)
+            start = resume(trainer, checkpoints, progress.log, Ranks().first(crashes.step_back))
         if start is None:
             initialize_parameters(trainer.model, config.training.seed)
             start = Position()
@@ -58,13 +63,19 @@ def train(module: str, config_name: str, config: RunConfig[Any]) -> Path:
             progress.log(line)
         if world.is_first:
             config_io.save(folder / "config.json", module, config_name, config)
-        if take_steps(trainer, checkpoints, progress, start) and config.metrics.sample_tokens:
+        if take_steps(trainer, checkpoints, progress, start, crashes) and config.metrics.sample_tokens:
             write_sample(trainer, folder, progress)
         progress.log(f"run folder: {folder}")
     return folder
 
 
-def take_steps(trainer: Trainer, checkpoints: CheckpointManager, progress: Progress, start: Position) -> bool:
+def take_steps(
+    trainer: Trainer,
+    checkpoints: CheckpointManager,
+    progress: Progress,
+    start: Position,
+    crashes: CrashLoop | None = None,
+) -> bool:
     """Take the steps that are left and write their metrics; returns False if SIGTERM came before the last one."""
     config, is_first = trainer.config, trainer.world.is_first
     trainer.resume_at(start)
@@ -77,7 +88,10 @@ def take_steps(trainer: Trainer, checkpoints: CheckpointManager, progress: Progr
         StopSignal() as stop_signal,
     ):
         loop = TrainingLoop(trainer, MetricsLogger(trainer, writers, progress), checkpoints, stop_signal, start)
-        finished = loop.run()
+        if crashes and is_first:
+            crashes.start(start.step)
+        with crashes.recorded(Ranks().rank, lambda: loop.position.step + 1) if crashes else nullcontext():
+            finished = loop.run()
         if not finished:
             can_resume = config.checkpoint.enable
             hint = "run the same command to resume" if can_resume else "checkpoints are off, so it can't be resumed"
@@ -112,7 +126,10 @@ def open_checkpoints(folder: Path, config: RunConfig[Any], say: Callable[[str], 
 
 
 def resume(
-    trainer: Trainer, checkpoints: CheckpointManager, say: Callable[[str], None] = lambda line: None
+    trainer: Trainer,
+    checkpoints: CheckpointManager,
+    say: Callable[[str], None] = lambda line: None,
+    step_back: StepBack = StepBack(),  # noqa: B008 (immutable)
 ) -> Position | None:
     """Load the newest checkpoint that is complete, if there is one; returns how far the run had come.
 
@@ -123,10 +140,12 @@ def resume(
     def check(step: int, extra: dict[str, Any]) -> None:
         check_fingerprint(extra.get("run"), run, step, config.job.allow_changes, say)
 
-    loaded = checkpoints.load_newest(trainer.model, trainer.optimizer, check)
+    loaded = checkpoints.load_newest(trainer.model, trainer.optimizer, check, step_back.num_checkpoints)
     if loaded is None:
         return None
     step, extra = loaded
+    if step_back.reason:
+        say(f"{step_back.reason}: stepping back to the checkpoint of step {step}")
     checkpoints.restore_random(step, config.training.seed)
     tokens_per_sequence = config.training.seq_len if config.data.kind == "text" else None
     return stored_position(step, extra, trainer.global_batch_size, tokens_per_sequence)

@@ -210,14 +210,17 @@ class CheckpointManager:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         check: Callable[[int, dict[str, Any]], None] = lambda step, extra: None,
+        pass_over: int = 0,
     ) -> tuple[int, dict[str, Any]] | None:
         """Load the newest checkpoint that is intact and finite: its step and `extra`; None if there is none at all.
 
-        `check` may refuse these two by a ValueError, before anything is changed.
+        `check` may refuse these two by a ValueError, before anything is changed. The newest `pass_over` checkpoints are
+        not looked at, as long as there are others.
         """
         ranks = Ranks()
         passed: list[str] = []
-        for step in reversed(ranks.first(self._cleaned_steps)):
+        steps = ranks.first(self._cleaned_steps)
+        for step in reversed(steps[: max(1, len(steps) - pass_over)]):
             checkpoint, problems = self._verified(step, ranks)
             if checkpoint is None:
                 passed.append(f"that of step {step} is damaged, {'; '.join(problems)}")
