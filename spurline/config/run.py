@@ -55,6 +55,8 @@ class RunConfig(Generic[M]):
                 "checkpoint.keep_best needs a validation loss: set metrics.validation_batches and"
                 " data.validation_fraction above 0"
             )
+        if self.training.on_loss_spike == "step_back" and not self.checkpoint.enable:
+            found.append("training.on_loss_spike step_back needs checkpoints: set checkpoint.enable")
         local, total = self.training.local_batch_size, self.training.global_batch_size
         if local > 0 and total > 0 and total % local:
             found.append(f"training.global_batch_size {total} is not a multiple of training.local_batch_size {local}")

@@ -128,30 +128,30 @@ class BadSteps:
         return _together(by_rank, names)
 
     def _record(self, failed: list[FailedStep], found: Evidence, action: str) -> None:
-        """Append a line for each step to bad_steps.jsonl: what was found, and where its batch is in the data."""
-        trainer, training = self._trainer, self._trainer.config.training
-        if self.folder is None or not trainer.world.is_first:
+        if self.folder is None or not self._trainer.world.is_first:
             return
-        lines = []
         for number, step in enumerate(failed):
-            first = trainer.first_sequence(step.step)
-            line = {
-                "step": step.step,
-                "action": action,
-                "loss": _number(step.loss),
-                "grad_norm": _number(step.grad_norm),
-                "first_sequence": first,
-                "global_batch_size": trainer.global_batch_size,
-                "local_batch_size": training.local_batch_size,
-                "data_ranks": trainer.world.data_size,
-                "sample_ids": trainer.data.train.sample_ids(first, trainer.global_batch_size),
-            }
-            lines.append(line | (found.as_json() if number == 0 else {}))
-        try:
-            with open(self.folder / BAD_STEPS_FILE, "ab", buffering=0) as file:
-                append(file, "".join(json.dumps(line) + "\n" for line in lines).encode())
-        except OSError as error:
-            self.say(f"warning: bad steps were not recorded: {error.strerror or error}")
+            numbers = {"loss": _number(step.loss), "grad_norm": _number(step.grad_norm), "action": action}
+            more = found.as_json() if number == 0 else {}
+            record_step(self.folder, self._trainer, step.step, numbers | more, self.say)
+
+
+def record_step(folder: Path, trainer: Trainer, step: int, found: dict[str, Any], say: Callable[[str], None]) -> None:
+    """Append a line to bad_steps.jsonl: what was found, and where the batch of the step is in the data."""
+    first = trainer.first_sequence(step)
+    line = {
+        "step": step,
+        "first_sequence": first,
+        "global_batch_size": trainer.global_batch_size,
+        "local_batch_size": trainer.config.training.local_batch_size,
+        "data_ranks": trainer.world.data_size,
+        "sample_ids": trainer.data.train.sample_ids(first, trainer.global_batch_size),
+    }
+    try:
+        with open(folder / BAD_STEPS_FILE, "ab", buffering=0) as file:
+            append(file, (json.dumps(line | found) + "\n").encode())
+    except OSError as error:
+        say(f"warning: step {step} was not recorded in {BAD_STEPS_FILE}: {error.strerror or error}")
 
 
 @dataclass(frozen=True)

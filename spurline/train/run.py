@@ -30,6 +30,7 @@ from spurline.train.position import Position, stored_position
 from spurline.train.progress import Progress
 from spurline.train.run_folder import check_run_folder, make_run_folder, set_aside
 from spurline.train.sample import append_sample, sample_text
+from spurline.train.step_back import SpikeWatch, step_back
 from spurline.train.stop_signal import StopSignal
 from spurline.train.trainer import Trainer, make_trainer
 
@@ -63,7 +64,13 @@ def train(module: str, config_name: str, config: RunConfig[Any]) -> Path:
             progress.log(line)
         if world.is_first:
             config_io.save(folder / "config.json", module, config_name, config)
-        if take_steps(trainer, checkpoints, progress, start, crashes) and config.metrics.sample_tokens:
+        spikes = SpikeWatch(trainer, progress.log)
+        loop = take_steps(trainer, checkpoints, progress, start, crashes, spikes)
+        while loop.spike_began:
+            checkpoints = open_checkpoints(folder, config, progress.log)
+            start = step_back(trainer, checkpoints, loop.spike_began, loop.position, progress.log)
+            loop = take_steps(trainer, checkpoints, progress, start, crashes, spikes)
+        if loop.is_finished and config.metrics.sample_tokens:
             write_sample(trainer, folder, progress)
         progress.log(f"run folder: {folder}")
     return folder
@@ -74,9 +81,10 @@ def take_steps(
     checkpoints: CheckpointManager,
     progress: Progress,
     start: Position,
-    crashes: CrashLoop | None = None,
-) -> bool:
-    """Take the steps that are left and write their metrics; returns False if SIGTERM came before the last one."""
+    crashes: CrashLoop | None,
+    spikes: SpikeWatch,
+) -> TrainingLoop:
+    """Take the steps that are left and write their metrics, until the last one, SIGTERM, or a loss spike."""
     config, is_first = trainer.config, trainer.world.is_first
     trainer.resume_at(start)
     trainer.bad_steps.folder, trainer.bad_steps.say = Path(config.job.dump_folder), progress.log
@@ -87,16 +95,16 @@ def take_steps(
         closing(checkpoints),
         StopSignal() as stop_signal,
     ):
-        loop = TrainingLoop(trainer, MetricsLogger(trainer, writers, progress), checkpoints, stop_signal, start)
+        loop = TrainingLoop(trainer, MetricsLogger(trainer, writers, progress), checkpoints, stop_signal, start, spikes)
         if crashes and is_first:
             crashes.start(start.step)
         with crashes.recorded(Ranks().rank, lambda: loop.position.step + 1) if crashes else nullcontext():
-            finished = loop.run()
-        if not finished:
+            loop.run()
+        if not loop.is_finished and not loop.spike_began:
             can_resume = config.checkpoint.enable
             hint = "run the same command to resume" if can_resume else "checkpoints are off, so it can't be resumed"
             progress.log(f"stopped after step {loop.position.step} (SIGTERM received); {hint}")
-    return finished
+    return loop
 
 
 def write_sample(trainer: Trainer, folder: Path, progress: Progress) -> None:

@@ -79,9 +79,15 @@ class CheckpointManager:
     def is_due(self, step: int, last_step: int) -> bool:
         return step % self.interval == 0 or step == last_step
 
-    def latest(self) -> int | None:
-        """The step of the newest complete checkpoint."""
-        return max(self._files.steps(), default=None)
+    def latest(self, before: int | None = None) -> int | None:
+        """The step of the newest complete checkpoint, of all or of those before a step."""
+        return max((step for step in self._files.steps() if before is None or step < before), default=None)
+
+    def remove_from(self, step: int) -> None:
+        """Remove the checkpoints of `step` and of later ones; for the first rank, while nothing is written."""
+        for later in self._files.named_steps():
+            if later >= step:
+                self._files.remove(later)
 
     # Writing.
 

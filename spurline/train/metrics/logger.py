@@ -36,8 +36,8 @@ class MetricsLogger:
         self._tally, self._logged_tokens = trainer.tally, trainer.tally.tokens_seen
         self.throughput = Throughput()
 
-    def log(self, metrics: StepMetrics, validation_loss: float | None) -> None:
-        """Read the metrics of a step, which all ranks do together, and hand them on."""
+    def log(self, metrics: StepMetrics, validation_loss: float | None) -> float:
+        """Read the metrics of a step, which all ranks do together, and hand them on; returns the loss."""
         record = self._record(metrics, validation_loss)
         if warnings := self._health.check(record):
             record["warnings"] = warnings
@@ -54,6 +54,8 @@ class MetricsLogger:
             grad_norm=record["grad_norm"],
             lr=record["lr"],
         )
+        loss: float = record["loss"]
+        return loss
 
     def _record(self, metrics: StepMetrics, validation_loss: float | None) -> dict[str, Any]:
         offered = metrics.read()
