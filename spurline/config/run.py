@@ -11,6 +11,7 @@ from spurline.config.data import Data
 from spurline.config.layout import ActivationCheckpoint, Comm, Compile, Parallelism
 from spurline.config.model import ModelConfig
 from spurline.config.output import Checkpoint, Debug, Job, Metrics, Profile
+from spurline.config.precision import Precision
 from spurline.config.training import LRScheduler, Optimizer, Training
 from spurline.typed_json import ADDED_LATER
 
@@ -31,6 +32,7 @@ class RunConfig(Generic[M]):
     parallelism: Parallelism = field(default_factory=Parallelism)
     comm: Comm = field(default_factory=Comm, metadata=ADDED_LATER)
     compile: Compile = field(default_factory=Compile)
+    precision: Precision = field(default_factory=Precision, metadata=ADDED_LATER)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     data: Data = field(default_factory=Data)

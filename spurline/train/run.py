@@ -16,6 +16,7 @@ from spurline.config import RunConfig
 from spurline.models.common.init import initialize_parameters
 from spurline.parallel.compile_cache import remove_broken_libraries
 from spurline.parallel.fsdp import has_separate_expert_units
+from spurline.parallel.precision import converted_layers
 from spurline.parallel.world import joined_world
 from spurline.train.allocator import keep_freed_memory
 from spurline.train.checkpoint.manager import CheckpointManager
@@ -172,6 +173,10 @@ def describe(config_name: str, trainer: Trainer, start: Position, keeps_memory: 
     ]
     if trainer.config.compile.enable and has_separate_expert_units(trainer.model):
         lines.append("experts are separate FSDP units, so blocks with experts compile into several graphs")
+    if converted := converted_layers(trainer.model):
+        how = "by torchao" if trainer.device.type != "cpu" and not trainer.config.precision.emulate else "emulated"
+        names = ", ".join(f"{name} ({number})" if "*" in name else name for name, number in converted.items())
+        lines.append(f"{trainer.config.precision.recipe} products, {how}, in {sum(converted.values())} layers: {names}")
     if start.step:
         lines.append(f"resuming from the checkpoint of step {start.step}")
     return lines
