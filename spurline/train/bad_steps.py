@@ -58,7 +58,10 @@ class BadSteps:
 
     def _watch_input(self, module: nn.Module, args: Any, output: Any) -> None:
         if isinstance(output, Tensor) and output.requires_grad:
-            output.register_hook(lambda grad: self._input_grads.append(_largest(grad)))
+            output.register_hook(self._look_at_input_grad)
+
+    def _look_at_input_grad(self, grad: Tensor) -> None:
+        self._input_grads.append(torch.linalg.vector_norm(grad.detach(), math.inf))
 
     @torch.no_grad()
     def note(self, failed: Tensor, norms_P: Tensor) -> None:
@@ -232,10 +235,6 @@ def _by_layer(norms: Iterable[tuple[str, float]]) -> dict[str, float]:
         if math.isfinite(norm):
             largest[layer] = max(norm, largest.get(layer, 0.0))
     return largest
-
-
-def _largest(grad: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(grad.detach(), math.inf)
 
 
 def _stacked(numbers: list[Tensor], like: Tensor) -> Tensor:
