@@ -40,6 +40,8 @@ class BadSteps:
         self.folder: Path | None = None
         """The run folder, if steps are to be recorded."""
         self.say: Callable[[str], None] = lambda line: None
+        self.count = 0
+        """Bad steps so far, of those that have been read."""
         self._losses: list[Tensor] = []
         self._input_grads: list[Tensor] = []
         self._names: list[str] = []
@@ -66,7 +68,7 @@ class BadSteps:
     @torch.no_grad()
     def note(self, failed: Tensor, norms_P: Tensor) -> None:
         """After all micro-batches of a step: keep what is known of it if `failed`, 0 or 1 on the device, is 1."""
-        if not self._names:  # while gradients are there; the same in every step
+        if len(self._names) != norms_P.numel():  # while gradients are there; nearly always the same in every step
             parameters = self._trainer.model.named_parameters()
             self._names = [name for name, parameter in parameters if parameter.grad is not None]
         known = [_stacked(self._losses, norms_P), _stacked(self._input_grads, norms_P), norms_P]
@@ -86,6 +88,7 @@ class BadSteps:
         `failed` are the first of `num_failed` since the last reading.
         """
         training = self._trainer.config.training
+        self.count += num_failed
         found = self._gather_evidence()
         stops = training.on_bad_step == "stop" or most_in_a_row > training.max_bad_steps
         self._record(failed, found, "stop" if stops else "skip")

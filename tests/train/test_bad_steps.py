@@ -86,6 +86,19 @@ def gradient_norms(trainer):
     return {name: torch.linalg.vector_norm(parameter.grad).item() for name, parameter in parameters}
 
 
+def test_a_parameter_that_gets_its_first_gradient_later_is_named_too(config):
+    trainer = make_trainer(config)
+    trainer.model.norm.weight.requires_grad_(False)
+    trainer.step(1)
+    trainer.model.norm.weight.requires_grad_(True)
+    stop = poison_loss(trainer, micro_batch=0)
+    metrics = trainer.step(2)
+    stop()
+    assert "47 of 47 gradients are not finite, in the order of the backward pass first output.weight, norm.weight" in (
+        message_of(metrics)
+    )
+
+
 def test_a_skipped_step_leaves_everything_as_if_it_had_not_been_taken(config):
     trainer, expected = make_trainer(skipping(config)), make_trainer(config)
     said = []
@@ -139,6 +152,7 @@ def test_a_run_goes_on_past_bad_steps_until_there_are_too_many_in_a_row(config, 
         lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
         assert lines[-1]["step"] == 8
         assert lines[-1]["loss"] > 0
+        assert lines[-1]["bad_steps"] == 4
         assert "warning: step 2 is skipped" in capsys.readouterr().out
         bad = {3, 4, 5}
         with pytest.raises(ValueError, match=r"3 steps in a row were not finite, and --training.max_bad_steps is 2"):
