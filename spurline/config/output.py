@@ -40,6 +40,10 @@ class Checkpoint:
     sign_key_file: str = field(default="", metadata=ADDED_LATER)
     """File with a secret key: checkpoints are signed with it (HMAC-SHA256), and only those are loaded (empty: off)."""
 
+    initial_load_path: str = field(default="", metadata=ADDED_LATER)
+    """Start from the weights of a Hugging Face folder, a run or a checkpoint, with a fresh optimizer at step 0.
+    Without --module and --config, the model is that of the folder too. Ignored when the run resumes."""
+
     def problems(self) -> list[str]:
         return at_least(self, interval=1, keep_latest_k=0)
 

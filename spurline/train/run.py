@@ -24,6 +24,7 @@ from spurline.train.checkpoint.ranks import Ranks
 from spurline.train.checkpoint.signature import read_key
 from spurline.train.crash_loop import CrashLoop, StepBack
 from spurline.train.fingerprint import check_fingerprint
+from spurline.train.initial_weights import load_initial_weights
 from spurline.train.loop import TrainingLoop
 from spurline.train.metrics.logger import MetricsLogger
 from spurline.train.metrics.writers import open_writers
@@ -56,12 +57,12 @@ def train(module: str, config_name: str, config: RunConfig[Any]) -> Path:
             run = {**trainer.fingerprint(), "training.on_bad_step": config.training.on_bad_step}
             crashes = CrashLoop(folder, run, config.job.max_same_failures)
             start = resume(trainer, checkpoints, progress.log, Ranks().first(crashes.step_back))
+        lines = first_weights(trainer, start)
         if start is None:
-            initialize_parameters(trainer.model, config.training.seed)
             start = Position()
             if moved := Ranks().first(lambda: set_aside(folder)):
                 progress.log(moved)
-        for line in describe(config_name, trainer, start, keeps_memory):
+        for line in [*describe(config_name, trainer, start, keeps_memory), *lines]:
             progress.log(line)
         if world.is_first:
             config_io.save(folder / "config.json", module, config_name, config)
@@ -158,6 +159,17 @@ def resume(
     checkpoints.restore_random(step, config.training.seed)
     tokens_per_sequence = config.training.seq_len if config.data.kind == "text" else None
     return stored_position(step, extra, trainer.global_batch_size, tokens_per_sequence)
+
+
+def first_weights(trainer: Trainer, resumed: Position | None) -> list[str]:
+    """Load or draw the weights of a run that does not resume; returns lines about them."""
+    path = trainer.config.checkpoint.initial_load_path
+    if resumed is not None:
+        return [f"checkpoint.initial_load_path {path} is ignored: the run has weights of its own"] if path else []
+    if path:
+        return load_initial_weights(trainer)
+    initialize_parameters(trainer.model, trainer.config.training.seed)
+    return []
 
 
 def describe(config_name: str, trainer: Trainer, start: Position, keeps_memory: bool) -> list[str]:
