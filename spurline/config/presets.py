@@ -30,7 +30,7 @@ def finetune(run: RunConfig[Any]) -> RunConfig[Any]:
         lr_scheduler=replace(
             run.lr_scheduler, warmup_steps=20, decay_ratio=1.0, decay_type="cosine", min_lr_factor=0.1
         ),
-        data=replace(run.data, mask_documents=run.data.kind == "text"),
+        data=replace(run.data, mask_documents=run.data.kind != "pictures"),
         checkpoint=replace(run.checkpoint, enable=True),
     )
 

@@ -24,6 +24,9 @@ from spurline.data.stream import (
 )
 from spurline.data.tokenizer import Tokenizer, Tokens, token_dtype
 
+# Windows kept open for first-fit packing: more windows leave less padding.
+_OPEN_WINDOWS = 32
+
 
 class Windows:
     """A stream (N,) as windows of seq_len + 1 tokens, each overlapping the previous one by one token.
@@ -83,6 +86,22 @@ def document_ids(tokens_BL: Any, boundary_id: int) -> Any:
     With document masking, a token attends only to positions with the same id.
     """
     return (tokens_BL == boundary_id).cumsum(-1)
+
+
+def first_fit(sizes: Sequence[int], room: int) -> list[list[int]]:
+    """Pack items into windows of size `room` without cutting any: the numbers of the items in each window."""
+    windows: list[list[int]] = []
+    opened: list[tuple[list[int], int]] = []
+    for number, size in enumerate(sizes):
+        for place, (window, left) in enumerate(opened):
+            if size <= left:
+                window.append(number)
+                opened[place] = window, left - size
+                break
+        else:
+            windows.append([number])
+            opened = [*opened, (windows[-1], room - size)][-_OPEN_WINDOWS:]
+    return windows
 
 
 @dataclass(frozen=True)

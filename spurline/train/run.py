@@ -181,6 +181,7 @@ def describe(config_name: str, trainer: Trainer, start: Position, keeps_memory: 
     lines = [
         f"{config_name}: {total:.2f}M parameters, {active:.2f}M active, {training.dtype} on {trainer.device}",
         f"data: {data.num_tokens:,} tokens in {data.num_documents:,} documents",
+        *data.notes,
         f"{training.steps} steps of {tokens} tokens on {trainer.world}, threads per rank: {threads}{memory}",
     ]
     if trainer.config.compile.enable and has_separate_expert_units(trainer.model):
