@@ -8,6 +8,7 @@ own, behind the turns before it as the model will see them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -87,6 +88,11 @@ class ChatFormat:
     def cut(self, text: str) -> str:
         """An answer that was generated, up to the text that ends it."""
         return text.partition(self.ending.text)[0] if self.ending.text else text
+
+    def answer(self, tokens: Sequence[int]) -> str:
+        """The text of an answer that was generated, up to its end."""
+        end = next((number for number, token in enumerate(tokens) if token in self.stop_ids), len(tokens))
+        return self.cut(self.tokenizer.decode(tokens[:end]))
 
     @property
     def _boundary(self) -> Tokens:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from spurline import config_io
 from spurline.config import RunConfig
+from spurline.data.chat_template import NO_TEMPLATE, find_template
 from spurline.hf.accounting import model_shapes, target_dtype
 from spurline.hf.families import architecture_for
 from spurline.hf.folder import INDEX, TOKENIZER_FOLDER, WEIGHTS, copy_tokenizer, new_folder, read_json
@@ -55,6 +56,10 @@ def export_run(
         messages = [f"{architecture.name}, step {step}: {write_weights(folder, source, max_shard_bytes)}"]
         tokenizer = _tokenizer_folder(run, run_config.data.tokenizer)
         copied = copy_tokenizer(tokenizer, folder)
+        if run_config.data.chat_template not in ("", NO_TEMPLATE):
+            template = find_template(run_config.data.chat_template, run_config.data.tokenizer)
+            assert template is not None
+            (folder / "chat_template.jinja").write_text(template.source, encoding="utf-8")
         their_config = {
             "architectures": [architecture.name],
             "model_type": architecture.model_type,
