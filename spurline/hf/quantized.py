@@ -18,7 +18,7 @@ from spurline.config_io import ConfigError
 from spurline.hf.folder import at_most
 from spurline.hf.safetensors_file import FLOATS, Stored, read_byte_box
 
-_SCALE = "_scale_inv"
+SCALE = "_scale_inv"
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _GROUP_SIZE = 32  # values that share a scale in MXFP4
@@ -145,19 +145,19 @@ def _pair_fp8(found: dict[str, AnyStored], stored: Mapping[str, Stored], block: 
     for name, weight in stored.items():
         if weight.dtype != "F8_E4M3":
             continue
-        scale = stored.get(name + _SCALE)
+        scale = stored.get(name + SCALE)
         if scale is None:
-            problems.append(f"tensor {name} is FP8, and its scale {name}{_SCALE} is missing")
+            problems.append(f"tensor {name} is FP8, and its scale {name}{SCALE} is missing")
             continue
         grid = tuple(-(-size // step) for size, step in zip(weight.shape, block, strict=False))
         if len(weight.shape) != 2 or scale.shape != grid or scale.dtype not in FLOATS:
             problems.append(
-                f"tensor {name} {weight.shape} in blocks of {block[0]} x {block[1]} needs a scale {name}{_SCALE} of"
+                f"tensor {name} {weight.shape} in blocks of {block[0]} x {block[1]} needs a scale {name}{SCALE} of"
                 f" shape {grid} and a float dtype, got {scale.dtype} {scale.shape}"
             )
             continue
         found[name] = BlockScaled(weight, scale, block)
-        del found[name + _SCALE]
+        del found[name + SCALE]
     return problems
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from spurline.untrusted import open_regular, reason
 
 FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_NAME_OF = {dtype: name for name, dtype in FLOATS.items()}
+_NAME_OF = {dtype: name for name, dtype in FLOATS.items()} | {torch.float8_e4m3fn: "F8_E4M3"}
 _ITEMSIZES = (
     dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1)
     | dict.fromkeys(("U16", "I16", "F16", "BF16"), 2)
