@@ -183,3 +183,15 @@ def test_what_does_not_fit_is_one_line_on_all_ranks(ranks: RankPool, damage: str
     told = [line for line in str(error.value).splitlines() if "ValueError: checkpoint.initial_load_path" in line]
     assert told
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_quantized_tensor_without_its_scale_is_one_line(tmp_path: Path) -> None:
+    from test_hf_quantized import quantize_folder, without
+    from their_models import make, save
+
+    folder = save(make("deepseek_v3"), tmp_path / "theirs")
+    quantize_folder(folder, (4, 2))
+    name = without(folder, "_scale_inv")
+    with pytest.raises(ValueError, match=rf"is FP8, and its scale {name} is missing") as error:
+        FolderWeights(folder, read_folder_model(folder).model)
+    assert "\n" not in str(error.value)
