@@ -33,4 +33,4 @@ WORLD_SIZE=$NGPU "${bin}spurline" "${train[@]}" --dry-run >/dev/null
 # CPU ranks share the cores: one thread each. This is torchrun's default too, but it prints a warning.
 if ((NGPU > 1)); then export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}; fi
 exec "${bin}torchrun" --nproc-per-node "$NGPU" --rdzv-backend c10d --rdzv-endpoint localhost:0 \
-    --local-ranks-filter "$LOG_RANK" --role rank --tee 3 -m spurline "${train[@]}"
+    --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --local-ranks-filter "$LOG_RANK" --role rank --tee 3 -m spurline "${train[@]}"

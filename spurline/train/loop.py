@@ -45,13 +45,14 @@ class TrainingLoop:
         self.spike_began = 0
         """The step at which a loss spike began whose steps are to be taken back; the run stops for that."""
         self.agreement = Agreement(trainer.world.host_group)
+        self.stopped_by = 0  # the signal that any rank has received
 
     @property
     def is_finished(self) -> bool:
         return self.position.step >= self.last_step
 
     def run(self) -> None:
-        """Take the steps until the last one, SIGTERM, or a loss spike whose steps are to be taken back."""
+        """Take the steps until the last one, a signal, or a loss spike whose steps are to be taken back."""
         steps = range(self.position.step + 1, self.last_step + 1)
         with self.trainer.prefetching(steps):
             for step in steps:
@@ -114,16 +115,17 @@ class TrainingLoop:
             self.checkpoints.save(step, self.trainer.model, self.trainer.optimizer, extra)
 
     def should_stop(self, spike_began: int = 0) -> bool:
-        """Whether SIGTERM has reached any rank; raises what a checkpoint in the background failed with.
+        """Whether a signal has reached any rank; raises what a checkpoint in the background failed with.
 
         Several ranks learn of it with the step after the one in which it came; so they do of a loss spike, which the
         first rank has found.
         """
-        stopping, failed, self.spike_began = self.agreement.exchange(
-            self.stop_signal.requested, self.checkpoints.failed, spike_began
+        self.stopped_by, failed, began, began_again = self.agreement.exchange(
+            self.stop_signal.received, self.checkpoints.failed, max(0, spike_began), max(0, -spike_began)
         )
+        self.spike_began = began - began_again
         if failed:
             self.checkpoints.wait()
-        if stopping:  # a spike is for the next start
+        if self.stopped_by:  # a spike is for the next start
             self.spike_began = 0
-        return bool(stopping)
+        return self.stopped_by != 0

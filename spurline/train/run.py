@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
 from contextlib import closing, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,6 +24,7 @@ from spurline.train.checkpoint.manager import CheckpointManager
 from spurline.train.checkpoint.ranks import Ranks
 from spurline.train.checkpoint.signature import read_key
 from spurline.train.crash_loop import CrashLoop, StepBack
+from spurline.train.exit_codes import ExitCode, exit_code_of_signal
 from spurline.train.fingerprint import check_fingerprint
 from spurline.train.initial_weights import load_initial_weights
 from spurline.train.loop import TrainingLoop
@@ -37,8 +39,15 @@ from spurline.train.stop_signal import StopSignal
 from spurline.train.trainer import Trainer, make_trainer
 
 
-def train(module: str, config_name: str, config: RunConfig[Any]) -> Path:
-    """Run the whole job and return its folder: config.json, metrics.jsonl and, if asked for, checkpoints."""
+class Ended(NamedTuple):
+    """How a run has ended that did not fail."""
+
+    folder: Path
+    exit_code: int = ExitCode.FINISHED
+
+
+def train(module: str, config_name: str, config: RunConfig[Any]) -> Ended:
+    """Run the whole job, which fills its folder: config.json, metrics.jsonl and, if asked for, checkpoints."""
     folder = Path(config.job.dump_folder)
     keeps_memory = config.training.keep_freed_memory and keep_freed_memory()
     with (
@@ -75,7 +84,9 @@ def train(module: str, config_name: str, config: RunConfig[Any]) -> Path:
         if loop.is_finished and config.metrics.sample_tokens:
             write_sample(trainer, folder, progress)
         progress.log(f"run folder: {folder}")
-    return folder
+    if loop.is_finished:
+        return Ended(folder)
+    return Ended(folder, exit_code_of_signal(loop.stopped_by, config.checkpoint.enable))
 
 
 def take_steps(
@@ -86,7 +97,7 @@ def take_steps(
     crashes: CrashLoop | None,
     spikes: SpikeWatch,
 ) -> TrainingLoop:
-    """Take the steps that are left and write their metrics, until the last one, SIGTERM, or a loss spike."""
+    """Take the steps that are left and write their metrics, until the last one, a signal, or a loss spike."""
     config, is_first = trainer.config, trainer.world.is_first
     trainer.resume_at(start)
     trainer.bad_steps.folder, trainer.bad_steps.say = Path(config.job.dump_folder), progress.log
@@ -105,7 +116,8 @@ def take_steps(
         if not loop.is_finished and not loop.spike_began:
             can_resume = config.checkpoint.enable
             hint = "run the same command to resume" if can_resume else "checkpoints are off, so it can't be resumed"
-            progress.log(f"stopped after step {loop.position.step} (SIGTERM received); {hint}")
+            name = signal.Signals(loop.stopped_by).name
+            progress.log(f"stopped after step {loop.position.step} ({name} received); {hint}")
     return loop
 
 

@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import torch.distributed as dist
 
+from spurline.train.exit_codes import StorageError
+
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.api import CheckpointException
 
 T = TypeVar("T")
 
 
-class DiskError(ValueError):
+class DiskError(StorageError):
     """An OSError of any rank, in one line."""
 
 
