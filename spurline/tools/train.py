@@ -52,6 +52,10 @@ def run(module: str, config_name: str, run_config: RunConfig[Any]) -> int:
     try:
         from spurline.train.run import train  # imports torch, which is slow: only once the options are valid
 
+        if faults := os.environ.get("SPURLINE_FAULTS"):
+            from spurline.testing.faults import install
+
+            install(faults)
         folder, code = train(module, config_name, run_config)
         is_first = os.environ.get("RANK", "0") == "0"
         if is_first and run_config.metrics.report and (folder / "metrics.jsonl").is_file():

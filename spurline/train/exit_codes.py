@@ -16,7 +16,7 @@ class ExitCode(IntEnum):
     FAILED = 1
     """An error that is not one of these: a bug, with its traceback."""
     USAGE = 2
-    """Options, data or files that can't be used; one line says which."""
+    """Options, data or files that can't be used, or a disk that is full; one line says which."""
     DIVERGED = 3
     """The loss, the gradients or the weights are not finite."""
     FOLDER_IN_USE = 4
@@ -25,8 +25,6 @@ class ExitCode(IntEnum):
     """Another rank has failed or is gone; the line says which, and why."""
     WATCHDOG = 6
     """A step took too long, or a rank has fallen silent; the line names the rank that did not arrive."""
-    STORAGE = 7
-    """A file could not be read or written: full disk, input/output error."""
     STOPPED = 75
     """A signal has stopped the run after a checkpoint: the same command resumes it (EX_TEMPFAIL of sysexits.h)."""
 
@@ -49,17 +47,11 @@ class LostRankError(RunError):
     exit_code = ExitCode.LOST_RANK
 
 
-class StorageError(RunError):
-    exit_code = ExitCode.STORAGE
-
-
 def exit_code_of(error: BaseException) -> ExitCode:
     """The code of an error that ends a run."""
     if isinstance(error, RunError):
         return error.exit_code
-    if isinstance(error, OSError):
-        return ExitCode.STORAGE
-    return ExitCode.USAGE if isinstance(error, ValueError) else ExitCode.FAILED
+    return ExitCode.USAGE if isinstance(error, (ValueError, OSError)) else ExitCode.FAILED
 
 
 def exit_code_of_signal(number: int, saved: bool) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 
 from spurline.train.agreement import Agreement
@@ -17,6 +18,7 @@ from spurline.train.step_back import SpikeWatch
 from spurline.train.stop_signal import StopSignal
 from spurline.train.trainer import Trainer
 from spurline.train.validation import has_validation, validation_loss
+from spurline.train.watchdog import STEP
 
 
 class TrainingLoop:
@@ -34,9 +36,11 @@ class TrainingLoop:
         stop_signal: StopSignal,
         position: Position,
         spikes: SpikeWatch,
+        mark: Callable[[int, str], None] = lambda step, phase: None,
     ) -> None:
+        """`mark` is told which phase of which step begins."""
         self.trainer, self.logger, self.checkpoints = trainer, logger, checkpoints
-        self.stop_signal, self.position = stop_signal, position
+        self.stop_signal, self.position, self.mark = stop_signal, position, mark
         self.config = config = trainer.config
         self.last_step = min(config.debug.stop_after or config.training.steps, config.training.steps)
         self.profiler = make_profiler(trainer)
@@ -72,6 +76,7 @@ class TrainingLoop:
                     self.save(step, loss)
                 if stopping and step < self.last_step:
                     break
+        self.mark(self.position.step, "end")
         if self.profiler:
             self.profiler.finish()
         self.agreement.finish()
@@ -80,6 +85,7 @@ class TrainingLoop:
         self.checkpoints.wait()
 
     def step(self, step: int) -> StepMetrics:
+        self.mark(step, STEP)
         with self.trainer.timer.step(), self.profiler.step(step) if self.profiler else nullcontext():
             metrics = self.trainer.step(step)
         self.position = self.trainer.position_after(step)
@@ -93,6 +99,7 @@ class TrainingLoop:
         return due and has_validation(self.trainer)
 
     def validate(self) -> float | None:
+        self.mark(self.position.step, "validation")
         with self.logger.throughput.paused():
             return validation_loss(self.trainer)
 
@@ -108,6 +115,7 @@ class TrainingLoop:
 
     def save(self, step: int, loss: float | None) -> None:
         """Write a checkpoint; a ValueError instead if a step since the last reading was not finite."""
+        self.mark(step, "checkpoint")
         with self.logger.throughput.paused():
             self.trainer.tally.read()
             self.position = self.trainer.position_after(step)

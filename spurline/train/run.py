@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,13 +26,15 @@ from spurline.train.checkpoint.signature import read_key
 from spurline.train.crash_loop import CrashLoop, StepBack
 from spurline.train.exit_codes import ExitCode, exit_code_of_signal
 from spurline.train.fingerprint import check_fingerprint
+from spurline.train.guards import Guard
 from spurline.train.initial_weights import load_initial_weights
 from spurline.train.loop import TrainingLoop
 from spurline.train.metrics.logger import MetricsLogger
 from spurline.train.metrics.writers import open_writers
 from spurline.train.position import Position, stored_position
 from spurline.train.progress import Progress
-from spurline.train.run_folder import check_run_folder, make_run_folder, set_aside
+from spurline.train.rank_options import options_of_rank
+from spurline.train.run_folder import check_run_folder, make_run_folder, overwrite, set_aside
 from spurline.train.sample import append_sample, sample_text
 from spurline.train.step_back import SpikeWatch, step_back
 from spurline.train.stop_signal import StopSignal
@@ -51,15 +53,25 @@ def train(module: str, config_name: str, config: RunConfig[Any]) -> Ended:
     folder = Path(config.job.dump_folder)
     keeps_memory = config.training.keep_freed_memory and keep_freed_memory()
     with (
-        joined_world(config.parallelism, config.training.device, config.comm.timeout_seconds) as world,
+        joined_world(
+            config.parallelism,
+            config.training.device,
+            config.comm.timeout_seconds,
+            lambda: options_of_rank(module, config_name, config),
+        ) as world,
         Progress(config.training.steps, enabled=world.is_first) as progress,
+        Guard(world, folder, config.comm.watchdog_seconds, progress) as guard,
+        ExitStack() as signals,
     ):
         if config.compile.enable and config.compile.backend == "inductor":
             for path in remove_broken_libraries():
                 progress.log(f"removed {path} from the compile cache: a killed process had left it incomplete")
         Ranks().first(lambda: check_run_folder(folder, config.job, config.checkpoint.enable))
         trainer = make_trainer(config, world, draw_weights=False)
-        Ranks().first(lambda: make_run_folder(folder, config.job))
+        Ranks().first(lambda: make_run_folder(folder))
+        stop_signal = signals.enter_context(StopSignal())
+        guard.own_folder(trainer)
+        Ranks().first(lambda: overwrite(folder, config.job))
         checkpoints = open_checkpoints(folder, config, progress.log)
         start, crashes = None, None
         if config.checkpoint.enable:
@@ -75,13 +87,14 @@ def train(module: str, config_name: str, config: RunConfig[Any]) -> Ended:
             progress.log(line)
         if world.is_first:
             config_io.save(folder / "config.json", module, config_name, config)
-        spikes = SpikeWatch(trainer, progress.log)
-        loop = take_steps(trainer, checkpoints, progress, start, crashes, spikes)
+        spikes, mark = SpikeWatch(trainer, progress.log), guard.watchdog.mark
+        loop = take_steps(trainer, checkpoints, progress, start, crashes, spikes, stop_signal, mark)
         while loop.spike_began:
             checkpoints = open_checkpoints(folder, config, progress.log)
             start = step_back(trainer, checkpoints, loop.spike_began, loop.position, progress.log)
-            loop = take_steps(trainer, checkpoints, progress, start, crashes, spikes)
+            loop = take_steps(trainer, checkpoints, progress, start, crashes, spikes, stop_signal, mark)
         if loop.is_finished and config.metrics.sample_tokens:
+            mark(config.training.steps, "sample")
             write_sample(trainer, folder, progress)
         progress.log(f"run folder: {folder}")
     if loop.is_finished:
@@ -96,6 +109,8 @@ def take_steps(
     start: Position,
     crashes: CrashLoop | None,
     spikes: SpikeWatch,
+    stop_signal: StopSignal,
+    mark: Callable[[int, str], None],
 ) -> TrainingLoop:
     """Take the steps that are left and write their metrics, until the last one, a signal, or a loss spike."""
     config, is_first = trainer.config, trainer.world.is_first
@@ -106,9 +121,9 @@ def take_steps(
             config.job.dump_folder, config.metrics, asdict(config), start.step or None, is_first, progress.log
         ) as writers,
         closing(checkpoints),
-        StopSignal() as stop_signal,
     ):
-        loop = TrainingLoop(trainer, MetricsLogger(trainer, writers, progress), checkpoints, stop_signal, start, spikes)
+        logger = MetricsLogger(trainer, writers, progress)
+        loop = TrainingLoop(trainer, logger, checkpoints, stop_signal, start, spikes, mark)
         if crashes and is_first:
             crashes.start(start.step)
         with crashes.recorded(Ranks().rank, lambda: loop.position.step + 1) if crashes else nullcontext():

@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import torch.distributed as dist
 
-from spurline.train.exit_codes import StorageError
-
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.api import CheckpointException
 
 T = TypeVar("T")
 
 
-class DiskError(StorageError):
+class DiskError(ValueError):
     """An OSError of any rank, in one line."""
 
 
