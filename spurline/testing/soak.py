@@ -69,10 +69,11 @@ def plan_job(draw: random.Random, num_faults: int) -> list[Planned]:
     step = 3
     while len(faults) < num_faults and step < STEPS - 3:
         attempt = sum(fault.kind != "slow" for fault in faults)
-        if draw.random() < 0.2:
-            faults.append(Planned("slow", draw.choice(("data", "exchange", "backward")), step, pick(draw), attempt))
         kind, point = draw.choice(FAULTS)
         at = step
+        if point not in ("start", "load") and draw.random() < 0.25:
+            faults.append(Planned("slow", draw.choice(("data", "exchange", "backward")), step, pick(draw), attempt))
+            at += 4  # batches are made ahead of their steps
         if point in ("save", "write", "publish", "validation"):
             every = VALIDATION if point == "validation" else INTERVAL
             at += -at % every

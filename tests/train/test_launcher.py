@@ -1,7 +1,9 @@
 """A rank and its launcher: neither outlives the other, and errors are told."""
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -14,8 +16,9 @@ from spurline.train.launcher import record_error
 PARENT = """
 import os, subprocess, sys
 os.environ["TORCHELASTIC_RUN_ID"] = "x"
-child = "from spurline.train.launcher import die_with_launcher as d; d(); print('ready', flush=True); input()"
-process = subprocess.Popen([sys.executable, "-c", child], start_new_session=True, stdin=subprocess.PIPE)
+child = "import time; from spurline.train.launcher import die_with_launcher as d; d(); print('ready', flush=True)"
+child += "; time.sleep(600)"
+process = subprocess.Popen([sys.executable, "-c", child], start_new_session=True)
 print(process.pid, flush=True)
 input()
 """
@@ -26,14 +29,16 @@ def test_rank_is_gone_when_its_launcher_was_killed():
     parent = subprocess.Popen([sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     pid = int(parent.stdout.readline())
     assert parent.stdout.readline() == "ready\n"
-    held = os.dup(parent.stdin.fileno())  # its input stays open: only the signal can end the child
     parent.kill()
     parent.wait()
     deadline = time.monotonic() + 60
-    while is_running(pid):
-        assert time.monotonic() < deadline, "the rank lives on without its launcher"
-        time.sleep(0.05)
-    os.close(held)
+    try:
+        while is_running(pid):
+            assert time.monotonic() < deadline, "the rank lives on without its launcher"
+            time.sleep(0.05)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def is_running(pid: int) -> bool:
