@@ -22,7 +22,7 @@ def main(argv: list[str]) -> int:
     try:
         command = resolve(argv)
     except ConfigError as error:
-        return end_with(error.problems)
+        return complain(PROG, error.problems)
     run_config = command.run_config
     if run_config.debug.moe_force_load_balance:
         run_config = replace(run_config, model=run_config.model.with_forced_balance())
