@@ -35,7 +35,7 @@ WATCHDOG_SECONDS = 10
 MESSAGES = {
     "kill": "rank {rank} is gone",
     "stop": "rank {rank} has been silent",
-    "raise": "rank {rank}: InjectedError",
+    "raise": "InjectedError: a fault on purpose",
     "hang": "rank {rank} did not arrive",
     "nan": "the loss is nan",
     "splits": "which expects",

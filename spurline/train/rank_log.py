@@ -75,7 +75,7 @@ def note_first_error(folder: Path, line: str) -> None:
     """Append the first error of an attempt to logs/errors.log, for whoever reads it after a restart."""
     now = time.strftime("%Y-%m-%d %H:%M:%S")
     with contextlib.suppress(OSError), open(folder / "errors.log", "a", encoding="utf-8", errors="replace") as file:
-        file.write(f"{now} attempt {restart_count()}: {line.splitlines()[0] if line else ''}\n")
+        file.write(f"{now} attempt {restart_count()}: {line}\n")
 
 
 def error_of_last_attempt(folder: Path) -> str:

@@ -97,6 +97,7 @@ class SideChannel:
 
     def tell_first_error(self, line: str, rank: int) -> dict[str, Any]:
         """Say why this attempt of the run fails; the first rank to say so is right, and that is returned."""
+        line = in_one_line(line)
         mine = {"rank": rank, "line": line, "by": self.rank}
         said = json.loads(self._store.compare_set("first_error", "", json.dumps(mine)))
         if said == mine and self.log_folder is not None:
@@ -130,6 +131,12 @@ class SideChannel:
 
     def _read(self, key: str) -> dict[str, Any] | None:
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
+
+def in_one_line(text: str) -> str:
+    """The first line of an error and, if it holds the trace of another one, that error, which is the last line."""
+    found = [line.strip() for line in text.splitlines() if line.strip()] or [""]
+    return found[0] if len(found) == 1 else f"{found[0]} {found[-1]}"
 
 
 def is_communication_error(error: BaseException) -> bool:

@@ -13,7 +13,7 @@ from spurline.parallel.rendezvous import Meeting
 from spurline.train import watchdog as watchdog_module
 from spurline.train.exit_codes import ExitCode
 from spurline.train.processes import Process
-from spurline.train.side_channel import Beat, SideChannel, is_communication_error
+from spurline.train.side_channel import Beat, SideChannel, in_one_line, is_communication_error
 from spurline.train.watchdog import STEP, Watchdog
 from spurline.train.whereabouts import place_of
 
@@ -103,6 +103,8 @@ def test_first_verdict_and_first_error_hold_for_all(tmp_path):
     first, second = channels(2, tmp_path)
     assert first.judge("rank 1 is late", [1]) == second.judge("rank 0 is late", [0])
     assert second.tell_first_error("another", 1)["line"] == "rank 1 is late"
+    assert in_one_line("rank 0 failed:\nTraceback\n  a line\nKeyError: 3\n") == "rank 0 failed: KeyError: 3"
+    assert in_one_line("one line") == "one line"
     assert (tmp_path / "errors.log").read_text().count("\n") == 1
 
 
