@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 _MAX_SHOWN = 5
+_SECONDS_TO_READ = 10.0
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,10 @@ def refuse_different_options(meeting: Meeting, options: Mapping[str, str]) -> No
         agree = all(options == by_rank[0] for options in by_rank)
         store.set("options/verdict", "" if agree else describe_differences(by_rank))
     if problem := store.get("options/verdict").decode():
+        store.add("options/read", 1)
+        deadline = time.monotonic() + _SECONDS_TO_READ
+        while rank == 0 and store.add("options/read", 0) < meeting.size and time.monotonic() < deadline:
+            time.sleep(0.05)  # without torchrun the store ends with this rank
         raise ValueError(problem)
 
 

@@ -244,6 +244,9 @@ def soak_runs(num_runs: int, seconds: float, folder: Path, more: list[str]) -> i
         if not is_good:
             print(f"run {number + 1}: exit code {done.returncode}\n{done.stderr[-2000:]}", flush=True)
         shutil.rmtree(folder / "run")
+        if number % 20 == 19:
+            minutes = (time.monotonic() - started) / 60
+            print(f"{number + 1} runs, {outcomes['aborted']} aborted, {minutes:.1f} minutes", flush=True)
     minutes = (time.monotonic() - started) / 60
     print(f"{sum(outcomes.values())} runs in a row: {dict(outcomes)}, {minutes:.1f} minutes")
     return 1 if outcomes["aborted"] or not outcomes["finished"] else 0

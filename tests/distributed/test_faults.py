@@ -89,7 +89,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def wait_until(happened: Callable[[], bool], seconds: float = 120) -> None:
+def wait_until(happened: Callable[[], bool], seconds: float = 500) -> None:
     """For tests that fail if it never happens; how long it takes decides nothing."""
     deadline = time.monotonic() + seconds
     while not happened():
@@ -108,7 +108,7 @@ def test_killed_stopped_and_failing_ranks_are_named_and_the_restarted_run_ends_b
     ]
     folder = tmp_path / "run"
     process = start("./run_train.sh", *options(text, folder), NGPU="2", RESTARTS="3", SPURLINE_FAULTS=";".join(faults))
-    out, err = process.communicate(timeout=400)
+    out, err = process.communicate(timeout=1500)
     assert process.returncode == 0, err
     console = out + err
     # Only rank 0 is shown on the console, and all of this happened on rank 1.
@@ -150,8 +150,8 @@ def test_ranks_with_other_options_are_refused_on_all_ranks(start: Start, text: P
         "ranks were started with different options: training.seed is 0 on rank 0 and 1 on rank 1; checkpoint.interval"
         " is 2 on rank 0 and 3 on rank 1. Start all ranks with the same command\n"
     )
-    assert (*first.communicate(timeout=200), first.returncode) == ("", f"spurline train: {line}", 2)
-    assert (*second.communicate(timeout=200), second.returncode) == ("", f"spurline train, rank 1: {line}", 2)
+    assert (*first.communicate(timeout=500), first.returncode) == ("", f"spurline train: {line}", 2)
+    assert (*second.communicate(timeout=500), second.returncode) == ("", f"spurline train, rank 1: {line}", 2)
     assert not folder.exists()
 
 
@@ -165,7 +165,7 @@ def test_ranks_end_with_a_killed_torchrun_and_the_next_job_takes_the_folder_over
     first = start(*command, NGPU="2")
     wait_until(lambda: (folder / "checkpoints").is_dir() and bool(list((folder / "checkpoints").glob("step-*"))))
     refused = start(*command, NGPU="2")
-    _, err = refused.communicate(timeout=200)
+    _, err = refused.communicate(timeout=500)
     assert refused.returncode == 1
     assert f"{folder} belongs to process " in err
     assert first.poll() is None
@@ -177,7 +177,7 @@ def test_ranks_end_with_a_killed_torchrun_and_the_next_job_takes_the_folder_over
     resumed = start(*command[:-2], "--training.steps", "100000", NGPU="2")
     wait_until(lambda: len(pids_in(folder)) == 4)
     resumed.send_signal(signal.SIGUSR1)
-    out, _ = resumed.communicate(timeout=200)
+    out, _ = resumed.communicate(timeout=500)
     assert "resuming from the checkpoint of step" in out
     assert "(SIGUSR1 received); run the same command to resume" in out
     assert not any(map(is_running, pids_in(folder)))
