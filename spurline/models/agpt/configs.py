@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from spurline.config import RunConfig
 from spurline.models.common.decoder_config import GroupedQueryConfig
@@ -38,6 +38,7 @@ def _full_size(
     num_kv_heads: int,
     dense_hidden_dim: int,
     rope_theta: float = 500_000.0,
+    recompute: Literal["selective", "full"] = "selective",
 ) -> RunConfig[AGPTConfig]:
     model = AGPTConfig(
         vocab_size=256_128,
@@ -49,7 +50,7 @@ def _full_size(
         dense_hidden_dim=dense_hidden_dim,
         rope_theta=rope_theta,
     )
-    return full_size_run(model, lr)
+    return full_size_run(model, lr, recompute=recompute)
 
 
 def agpt_2b() -> RunConfig[AGPTConfig]:
@@ -71,17 +72,23 @@ def agpt_50b() -> RunConfig[AGPTConfig]:
 
 def agpt_80b() -> RunConfig[AGPTConfig]:
     """84 layers of width 9216; with 12 heads of keys and values, tensor parallelism can be 2, 3, 4, 6 or 12."""
-    return _full_size(1.5e-4, dim=9216, num_layers=84, num_heads=72, num_kv_heads=12, dense_hidden_dim=25_600)
+    return _full_size(
+        1.5e-4, dim=9216, num_layers=84, num_heads=72, num_kv_heads=12, dense_hidden_dim=25_600, recompute="full"
+    )
 
 
 def agpt_80b_wide() -> RunConfig[AGPTConfig]:
     """48 layers of width 10,752."""
-    return _full_size(1.5e-4, dim=10_752, num_layers=48, num_heads=84, num_kv_heads=12, dense_hidden_dim=39_936)
+    return _full_size(
+        1.5e-4, dim=10_752, num_layers=48, num_heads=84, num_kv_heads=12, dense_hidden_dim=39_936, recompute="full"
+    )
 
 
 def agpt_80b_deep() -> RunConfig[AGPTConfig]:
     """96 layers of width 7680."""
-    return _full_size(1.5e-4, dim=7680, num_layers=96, num_heads=60, num_kv_heads=12, dense_hidden_dim=28_672)
+    return _full_size(
+        1.5e-4, dim=7680, num_layers=96, num_heads=60, num_kv_heads=12, dense_hidden_dim=28_672, recompute="full"
+    )
 
 
 CONFIGS: dict[str, Callable[[], RunConfig[Any]]] = {

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from dataclasses import replace
+from typing import Literal, TypeVar
 
 from spurline.config import (
     ActivationCheckpoint,
@@ -10,6 +11,7 @@ from spurline.config import (
     LRScheduler,
     ModelConfig,
     Optimizer,
+    Parallelism,
     RunConfig,
     Training,
 )
@@ -27,16 +29,24 @@ def debug_run(model: M) -> RunConfig[M]:
     )
 
 
-def full_size_run(model: M, lr: float, seq_len: int = 4096, resend_rows: bool = False) -> RunConfig[M]:
-    """A starting point for many GPUs: bfloat16, one sequence a rank, selective activation checkpointing.
-
-    resend_rows: for models whose experts' rows would not fit, if they were all kept.
-    """
+def full_size_run(
+    model: M, lr: float, seq_len: int = 4096, recompute: Literal["selective", "full"] = "selective"
+) -> RunConfig[M]:
+    """A starting point for many GPUs: bfloat16, one sequence a rank, activation checkpointing."""
     return RunConfig(
         model=model,
         training=Training(steps=10_000, seq_len=seq_len, local_batch_size=1, dtype="bfloat16"),
         optimizer=Optimizer(lr=lr),
         lr_scheduler=LRScheduler(warmup_steps=500, decay_ratio=0.2, min_lr_factor=0.1),
-        activation_checkpoint=ActivationCheckpoint(mode="selective_resend" if resend_rows else "selective"),
+        activation_checkpoint=ActivationCheckpoint(mode=recompute),
         checkpoint=Checkpoint(interval=500),
     )
+
+
+def spread_experts(run: RunConfig[M], expert_parallel: int, resend_rows: bool = False) -> RunConfig[M]:
+    """The run with its experts over so many ranks: what fits the devices of the table of presets in docs/planning.md.
+
+    resend_rows: for models whose experts' rows would not fit, if they were all kept.
+    """
+    mode = replace(run.activation_checkpoint, mode="selective_resend") if resend_rows else run.activation_checkpoint
+    return replace(run, parallelism=Parallelism(expert_parallel_degree=expert_parallel), activation_checkpoint=mode)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from spurline.config import LRScheduler, Optimizer, RunConfig, Training
 from spurline.models.common.costs import Cost, dense_cost
 from spurline.models.common.decoder_config import SparseDecoderConfig, YarnConfig, not_positive
-from spurline.models.common.presets import full_size_run
+from spurline.models.common.presets import full_size_run, spread_experts
 from spurline.moe.config import MoEConfig
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def deepseek_v3_236b() -> RunConfig[DeepSeekV3Config]:
             aux_loss_weight=3e-3,
         ),
     )
-    return full_size_run(model, lr=2.4e-4, resend_rows=True)
+    return spread_experts(full_size_run(model, lr=2.4e-4), 16, resend_rows=True)
 
 
 def deepseek_v3_671b() -> RunConfig[DeepSeekV3Config]:
@@ -196,7 +196,7 @@ def deepseek_v3_671b() -> RunConfig[DeepSeekV3Config]:
             aux_loss_weight=1e-4,
         ),
     )
-    return full_size_run(model, lr=2.2e-4, resend_rows=True)
+    return spread_experts(full_size_run(model, lr=2.2e-4), 64, resend_rows=True)
 
 
 def kimi_k2() -> RunConfig[DeepSeekV3Config]:
@@ -224,7 +224,8 @@ def kimi_k2() -> RunConfig[DeepSeekV3Config]:
             aux_loss_weight=1e-4,
         ),
     )
-    return full_size_run(replace(model, yarn=replace(model.yarn, factor=32.0, beta_fast=1.0)), lr=2e-4)
+    model = replace(model, yarn=replace(model.yarn, factor=32.0, beta_fast=1.0))
+    return spread_experts(full_size_run(model, lr=2e-4), 64, resend_rows=True)
 
 
 CONFIGS: dict[str, Callable[[], RunConfig[Any]]] = {

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from spurline.config import RunConfig
 from spurline.models.common.decoder_config import AttentionFeatures, GroupedQueryConfig, SparseDecoderConfig
-from spurline.models.common.presets import debug_run, full_size_run
+from spurline.models.common.presets import debug_run, full_size_run, spread_experts
 from spurline.moe.config import MoEConfig
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def glm4_5_air() -> RunConfig[Glm4MoEConfig]:
     """GLM-4.5-Air: 46 layers of width 4096 with 128 experts, 8 a token, and a shared one."""
     moe = _moe(hidden_dim=1408, num_experts=128, top_k=8, bias_update_rate=1e-3)
     model = Glm4MoEConfig(dim=4096, num_layers=46, dense_hidden_dim=10_944, moe=moe, **_PUBLISHED)
-    return full_size_run(model, lr=2.5e-4)
+    return spread_experts(full_size_run(model, lr=2.5e-4), 8)
 
 
 def glm4_5() -> RunConfig[Glm4MoEConfig]:
@@ -81,7 +81,7 @@ def glm4_5() -> RunConfig[Glm4MoEConfig]:
     model = Glm4MoEConfig(
         dim=5120, num_layers=92, num_dense_layers=3, dense_hidden_dim=12_288, qk_norm=True, moe=moe, **_PUBLISHED
     )
-    return full_size_run(model, lr=2.5e-4)
+    return spread_experts(full_size_run(model, lr=2.5e-4), 32, resend_rows=True)
 
 
 CONFIGS: dict[str, Callable[[], RunConfig[Any]]] = {

@@ -14,7 +14,7 @@ from spurline.models.common.decoder_config import (
     YarnConfig,
     not_positive,
 )
-from spurline.models.common.presets import debug_run, full_size_run
+from spurline.models.common.presets import debug_run, full_size_run, spread_experts
 from spurline.moe.config import MoEConfig
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def gpt_oss_20b() -> RunConfig[GptOssConfig]:
 
 def gpt_oss_120b() -> RunConfig[GptOssConfig]:
     """36 layers of width 2880 with 128 experts, 4 a token."""
-    return _published(2e-4, num_layers=36, num_experts=128)
+    return spread_experts(_published(2e-4, num_layers=36, num_experts=128), 8)
 
 
 CONFIGS: dict[str, Callable[[], RunConfig[Any]]] = {

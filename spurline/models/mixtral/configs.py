@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from spurline.config import RunConfig
 from spurline.models.common.decoder_config import AttentionFeatures, GroupedQueryConfig, SparseDecoderConfig
-from spurline.models.common.presets import debug_run, full_size_run
+from spurline.models.common.presets import debug_run, full_size_run, spread_experts
 from spurline.moe.config import MoEConfig
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def mixtral_8x7b() -> RunConfig[MixtralConfig]:
 
 def mixtral_8x22b() -> RunConfig[MixtralConfig]:
     """56 layers of width 6144 with 8 experts, 2 a token."""
-    return _sparse(2e-4, dim=6144, num_layers=56, num_heads=48, expert_hidden_dim=16_384)
+    return spread_experts(_sparse(2e-4, dim=6144, num_layers=56, num_heads=48, expert_hidden_dim=16_384), 8)
 
 
 CONFIGS: dict[str, Callable[[], RunConfig[Any]]] = {

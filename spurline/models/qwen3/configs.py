@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from spurline.config import RunConfig
 from spurline.models.common.decoder_config import AttentionFeatures, GroupedQueryConfig, SparseDecoderConfig
-from spurline.models.common.presets import debug_run, full_size_run
+from spurline.models.common.presets import debug_run, full_size_run, spread_experts
 from spurline.moe.config import MoEConfig
 
 if TYPE_CHECKING:
@@ -112,7 +112,8 @@ def qwen3_30b_a3b() -> RunConfig[Qwen3MoEConfig]:
 
 def qwen3_235b_a22b() -> RunConfig[Qwen3MoEConfig]:
     """94 layers of width 4096 with 128 experts, 8 a token."""
-    return _sparse(2e-4, dim=4096, num_layers=94, num_heads=64, expert_hidden_dim=1536)
+    run = _sparse(2e-4, dim=4096, num_layers=94, num_heads=64, expert_hidden_dim=1536)
+    return spread_experts(run, 16, resend_rows=True)
 
 
 CONFIGS: dict[str, Callable[[], RunConfig[Any]]] = {

@@ -10,7 +10,7 @@ from spurline.config import Data, Metrics, RunConfig
 from spurline.data.patch_sizes import MERGE, PATCH_DIM
 from spurline.models.common.costs import Cost
 from spurline.models.common.decoder_config import SparseDecoderConfig, not_positive
-from spurline.models.common.presets import debug_run, full_size_run
+from spurline.models.common.presets import debug_run, full_size_run, spread_experts
 from spurline.models.qwen3.configs import Qwen3Config
 from spurline.moe.config import MoEConfig
 
@@ -206,7 +206,8 @@ def qwen3_vl_30b_a3b() -> RunConfig[Qwen3VLMoEConfig]:
 
 def qwen3_vl_235b_a22b() -> RunConfig[Qwen3VLMoEConfig]:
     """94 layers of width 4096 with 128 experts, 8 a token; 27 vision layers."""
-    return _sparse(2e-4, dim=4096, num_layers=94, num_heads=64, expert_hidden_dim=1536)
+    run = _sparse(2e-4, dim=4096, num_layers=94, num_heads=64, expert_hidden_dim=1536)
+    return spread_experts(run, 16, resend_rows=True)
 
 
 CONFIGS: dict[str, Callable[[], RunConfig[Any]]] = {
