@@ -218,6 +218,8 @@ def _notes(
         f"chat: loss on {learned:,} of {tokens:,} tokens, in {len(windows):,} sequences to train on, of which"
         f" {1 - tokens / max(1, num_windows * windows.seq_len):.1%} is padding",
     ]
+    if chat.ending.text:
+        lines.append(f"chat: answers end with the text {chat.ending.text!r}, for which the tokenizer has no token")
     if chat.num_split:
         lines.append(
             f"chat: {chat.num_split:,} conversations became a sample for each answer, as the template writes earlier"

@@ -119,6 +119,12 @@ def test_bytes_with_a_built_in_template() -> None:
     assert chat.cut("b<|im_end|>\n<|im_start|>user") == "b"
 
 
+def test_a_template_whose_ends_of_turns_are_no_tokens_is_mentioned(folder: Path, tmp_path: Path) -> None:
+    told = "chat: answers end with the text '<|eot_id|>', for which the tokenizer has no token"
+    assert told in open_data(data_of(tmp_path, chats(5), chat_template="llama3"), 256, seed=0).notes
+    assert not any("answers end" in line for line in open_data(data_of(tmp_path, chats(5)), 64, seed=0).notes)
+
+
 def test_a_boundary_ends_what_the_template_does_not_end() -> None:
     template = ChatTemplate("{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}", {}, "t")
     (sample,) = samples_of(ChatFormat(ByteTokenizer(), template), {"messages": [user("a"), assistant("b")]})
