@@ -1,11 +1,12 @@
 """What a mixture-of-experts layer is made of. Free of torch, so that a command line can show it at once."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from spurline.moe.layout import params_per_expert
 from spurline.moe.registry import DISPATCHERS, EXPERTS, KERNELS, LAYOUTS, ROUTERS
 from spurline.registry import unknown
+from spurline.typed_json import ADDED_LATER
 
 _CHOICES = {
     "score_func": ("softmax", "sigmoid"),
@@ -72,6 +73,8 @@ class MoEConfig:
     """Adaptive equal split: how many rows of padding a row may cost."""
     check_exchange: bool = False
     """Across ranks: check that each row that was sent arrives, unchanged and in its place."""
+    row_multiple: int = field(default=1, metadata=ADDED_LATER)
+    """Pad the rows of each expert to a multiple of this (1 = off), as grouped matmuls of low precision want."""
 
     def problems(self) -> list[str]:
         """Everything that is wrong with this config, one sentence each; empty when it is sound."""
@@ -81,7 +84,7 @@ class MoEConfig:
             if not ok:
                 found.append(message)
 
-        for name in ("dim", "hidden_dim", "num_experts", "top_k", "num_groups"):
+        for name in ("dim", "hidden_dim", "num_experts", "top_k", "num_groups", "row_multiple"):
             require(getattr(self, name) > 0, f"{name} must be positive, got {getattr(self, name)}")
         require(self.num_shared_experts >= 0, f"num_shared_experts must not be negative, got {self.num_shared_experts}")
         for name in ("bias_update_rate", "aux_loss_weight", "z_loss_weight", "equal_split_threshold"):

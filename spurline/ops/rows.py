@@ -1,7 +1,7 @@
 """Gather rows of tokens, and its mirror: add rows back onto tokens in a fixed order.
 
-T tokens, R rows, D width. `token_R` says which token a row belongs to. The gradient of one op is the other, so both are
-deterministic in both directions, and both can be differentiated any number of times.
+T tokens, R rows, A places for rows, D width. `token_R` says which token a row belongs to. The gradient of one op is the
+other, so both are deterministic in both directions, and both can be differentiated any number of times.
 """
 
 from collections.abc import Iterator
@@ -57,6 +57,18 @@ def permute_rows(rows_RD: Tensor, index_R: Tensor, inverse_R: Tensor) -> Tensor:
     return rows_RD.index_select(0, index_R)
 
 
+@torch.library.custom_op("spurline::pad_rows", mutates_args=())
+def pad_rows(rows_RD: Tensor, place_R: Tensor, num_places: int) -> Tensor:
+    """(R, D) -> (A, D): each row in its own place, zeros in places without a row."""
+    return rows_RD.new_zeros(num_places, rows_RD.shape[1]).index_copy_(0, place_R, rows_RD)
+
+
+@torch.library.custom_op("spurline::unpad_rows", mutates_args=())
+def unpad_rows(rows_AD: Tensor, place_R: Tensor) -> Tensor:
+    """(A, D) -> (R, D): what lies in the place of each row; no two have the same."""
+    return rows_AD.index_select(0, place_R)
+
+
 @gather_rows.register_fake
 def _(x_TD: Tensor, token_R: Tensor) -> Tensor:
     return x_TD.new_empty(token_R.shape[0], x_TD.shape[1])
@@ -75,6 +87,29 @@ def _(base_TD: Tensor, token_R: Tensor, rows_RD: Tensor) -> None:
 @permute_rows.register_fake
 def _(rows_RD: Tensor, index_R: Tensor, inverse_R: Tensor) -> Tensor:
     return rows_RD.new_empty(index_R.shape[0], rows_RD.shape[1])
+
+
+@pad_rows.register_fake
+def _(rows_RD: Tensor, place_R: Tensor, num_places: int) -> Tensor:
+    return rows_RD.new_empty(num_places, rows_RD.shape[1])
+
+
+@unpad_rows.register_fake
+def _(rows_AD: Tensor, place_R: Tensor) -> Tensor:
+    return rows_AD.new_empty(place_R.shape[0], rows_AD.shape[1])
+
+
+def _save_for_padding(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    # Not among the saved tensors, for the same reason as in `_save_for_gather`.
+    ctx.place_R, ctx.num_places = inputs[1], inputs[0].shape[0]
+
+
+def _pad_backward(ctx, grad_AD):  # type: ignore[no-untyped-def]
+    return unpad_rows(grad_AD, ctx.place_R), None, None
+
+
+def _unpad_backward(ctx, grad_RD):  # type: ignore[no-untyped-def]
+    return pad_rows(grad_RD, ctx.place_R, ctx.num_places), None
 
 
 def _save_for_permute(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
@@ -108,3 +143,5 @@ def _scatter_backward(ctx, grad_TD):  # type: ignore[no-untyped-def]
 gather_rows.register_autograd(_gather_backward, setup_context=_save_for_gather)
 permute_rows.register_autograd(_permute_backward, setup_context=_save_for_permute)
 scatter_add_rows.register_autograd(_scatter_backward, setup_context=_save_for_scatter)
+pad_rows.register_autograd(_pad_backward, setup_context=_save_for_padding)
+unpad_rows.register_autograd(_unpad_backward, setup_context=_save_for_padding)

@@ -69,6 +69,7 @@ def run_compiled(rank: int, config: MoEConfig, replicated: bool, backend: str) -
         ({}, True),
         ({"equal_split": "forced"}, False),
         ({"equal_split": "adaptive", "score_before_experts": True, "experts_backend": "grouped_mm"}, False),
+        ({"row_multiple": 4, "equal_split": "forced"}, False),
         ({"force_load_balance": True}, False),
         ({"force_load_balance": True}, True),
     ],
@@ -90,9 +91,10 @@ def test_generated_code_equals_eager(ranks: RankPool) -> None:
         assert max(errors) < 1e-5
 
 
-def traced_sizes(rank: int) -> tuple[set[str], list[str]]:
+def traced_sizes(rank: int, row_multiple: int) -> tuple[set[str], list[str]]:
     """Sizes of everything between dispatch and combine, as the traced graph has them."""
-    block = make_block(dataclasses.replace(CONFIG, check_exchange=False), replicated=False)
+    config = dataclasses.replace(CONFIG, check_exchange=False, row_multiple=row_multiple)
+    block = make_block(config, replicated=False)
     graphs: list[torch.fx.GraphModule] = []
 
     def keep(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
@@ -111,10 +113,12 @@ def traced_sizes(rank: int) -> tuple[set[str], list[str]]:
     return sizes, tensors
 
 
-def test_the_traced_size_is_one_symbol(ranks: RankPool) -> None:
-    for sizes, tensors in ranks.run(traced_sizes, 2):
-        assert len(sizes) == 1, tensors
-        (size,) = sizes
-        assert size.startswith("u"), tensors
-        assert size[1:].isdigit(), tensors
+@pytest.mark.parametrize(("row_multiple", "num_sizes"), [(1, 1), (4, 2)], ids=["as they are", "aligned"])
+def test_the_traced_size_is_one_symbol(ranks: RankPool, row_multiple: int, num_sizes: int) -> None:
+    """That of the rows that arrive, and that of the places that they are spread over."""
+    for sizes, tensors in ranks.run(traced_sizes, 2, row_multiple):
+        assert len(sizes) == num_sizes, tensors
+        for size in sizes:
+            assert size.startswith("u"), tensors
+            assert size[1:].isdigit(), tensors
         assert len(tensors) > 5, tensors

@@ -181,6 +181,40 @@ def test_the_whole_grid_equals_the_reference(ranks: RankPool, world: int, part: 
     }
 
 
+@pytest.mark.parametrize("world", [2, 4])
+def test_aligned_groups_with_every_exchange(ranks: RankPool, world: int) -> None:
+    """Each expert's rows padded to a multiple; where segments are equal and fill it, there is nothing to pad."""
+    backends = itertools.cycle(["stream", "grouped_mm", "loop"])
+    cases = []
+    for equal_split, before, forced in itertools.product(["off", "adaptive", "forced"], [False, True], [False, True]):
+        config = dataclasses.replace(
+            CONFIG,
+            row_multiple=16,
+            equal_split=equal_split,
+            equal_split_threshold=0.5,
+            score_before_experts=before,
+            force_load_balance=forced,
+            num_shared_experts=1,
+            experts_backend=next(backends),
+        )
+        cases.append((config, [(1, 7)] * world, False))
+    uneven = [(1, 9), (1, 0), (2, 3), (1, 1)][:world]
+    cases.append((dataclasses.replace(CONFIG, row_multiple=3), uneven, False))
+    cases.append((dataclasses.replace(CONFIG, row_multiple=32), [(1, 0)] * world, False))  # no rows at all
+    cases.append((dataclasses.replace(CONFIG, row_multiple=4, force_load_balance=True), [(1, 16)] * world, False))
+    by_rank = ranks.run(run_many, world, cases, timeout=120)
+    for number, case in enumerate(cases):
+        results = [results[number] for results in by_rank]
+        assert_equal(results, *case)
+        for result in results:
+            paths = result["paths"]
+            assert ("permute.aligned" in paths) == (number < len(cases) - 1)
+            assert ("permute.uniform" in paths) == (number == len(cases) - 1)
+    # With forced balance the 14 rows of each rank give the first six experts 2 rows and the others 1.
+    padding = [results[1]["paths"]["permute.aligned.padding_rows"] for results in by_rank]
+    assert padding == ([48, 52] if world == 2 else [16, 16, 16, 24])
+
+
 def test_a_rank_without_tokens(ranks: RankPool) -> None:
     check(ranks, 2, CONFIG, [(1, 0), (2, 5)])
     check(ranks, 4, dataclasses.replace(CONFIG, num_shared_experts=1), [(1, 3), (0, 5), (2, 2), (1, 0)])

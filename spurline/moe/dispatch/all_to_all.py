@@ -25,6 +25,7 @@ from spurline.comm.collectives import all_gather_counts
 from spurline.comm.conservation import as_label
 from spurline.comm.exchange import Departure, InFlight, depart
 from spurline.moe.config import MoEConfig
+from spurline.moe.dispatch.aligned import AlignedPermutation, align_counts
 from spurline.moe.dispatch.combine import combine_rows
 from spurline.moe.dispatch.exchange import EqualSplitExchange, Exchange, PaddedInFlight, UnevenExchange
 from spurline.moe.dispatch.permute import Permutation, SegmentPermutation, UniformPermutation
@@ -230,11 +231,15 @@ class AllToAllDispatcher:
         """Decided from numbers that are the same on every rank, or the exchange would hang."""
         e = count_PE.shape[1] // self.size
         count_Pe = count_PE[:, self.rank * e : (self.rank + 1) * e]
-        return Route(
-            counts=RowCounts(traffic.count_e, traffic.known_count_e, traffic.expert_range, traffic.host_count_e),
-            exchange=self._choose_exchange(traffic, count_PE, num_sent, check),
-            permutation=self._choose_permutation(traffic, count_Pe),
-        )
+        counts = RowCounts(traffic.count_e, traffic.known_count_e, traffic.expert_range, traffic.host_count_e)
+        exchange = self._choose_exchange(traffic, count_PE, num_sent, check)
+        permutation, multiple = self._choose_permutation(traffic, count_Pe), self.config.row_multiple
+        if multiple == 1:
+            return Route(counts, exchange, permutation)
+        places, num_places = align_counts(counts, multiple)
+        if not isinstance(permutation, UniformPermutation):  # whose rows fill their places
+            permutation = AlignedPermutation.around(permutation, counts, places, num_places)
+        return Route(places, exchange, permutation)
 
     def _choose_exchange(self, traffic: Traffic, count_PE: Tensor, num_sent: int, check: str) -> Exchange:
         label = self._label_of_check.get(check)
@@ -266,7 +271,9 @@ class AllToAllDispatcher:
 
     def _choose_permutation(self, traffic: Traffic, count_Pe: Tensor) -> Permutation:
         if traffic.segment_range is not None and traffic.segment_range[0] == traffic.segment_range[1] > 0:
-            return UniformPermutation(self.size, count_Pe.shape[1])
+            rows_of_expert = self.size * traffic.segment_range[0]
+            if rows_of_expert % self.config.row_multiple == 0:  # nothing to pad
+                return UniformPermutation(self.size, count_Pe.shape[1])
         return SegmentPermutation.make(count_Pe, traffic.num_received)
 
 

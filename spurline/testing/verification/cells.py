@@ -35,6 +35,7 @@ MOE_OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "equal split": {"equal_split": "forced"},
         "forced balance": {"force_load_balance": True},
     },
+    "rows": {"rows as they are": {"row_multiple": 1}, "aligned rows": {"row_multiple": 8}},
     "num_experts": {f"{number} experts": {"num_experts": number} for number in (8, 6)},
     "experts": {name: {"experts_backend": name} for name in ("loop", "grouped_mm", "bmm", "stream")},
     "score": {"score after": {"score_before_experts": False}, "score before": {"score_before_experts": True}},
@@ -61,6 +62,7 @@ class Cell:
     ep: int = 1
     etp: int = 1
     exchange: str = "uneven"
+    rows: str = "rows as they are"
     num_experts: str = "8 experts"
     experts: str = "stream"
     score: str = "score after"
@@ -150,7 +152,14 @@ def reference_config(config: RunConfig[Any]) -> RunConfig[Any]:
     model, moe = config.model, getattr(config.model, "moe", None)
     if isinstance(moe, MoEConfig):
         default = MoEConfig()
-        how = ("experts_backend", "dispatcher", "equal_split", "equal_split_threshold", "check_exchange")
+        how = (
+            "experts_backend",
+            "dispatcher",
+            "equal_split",
+            "equal_split_threshold",
+            "check_exchange",
+            "row_multiple",
+        )
         model = replace(model, moe=replace(moe, **{name: getattr(default, name) for name in how}))
     return replace(
         config,
