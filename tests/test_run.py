@@ -234,6 +234,38 @@ def test_stopped_run_goes_on_as_if_it_had_never_stopped(train, folder):
     assert (folder / "run" / "metrics.jsonl").read_text() == before
 
 
+CAPACITY = ["--model.moe.dispatcher", "capacity", "--model.moe.capacity_factor", "0.5"]
+
+
+def test_rows_that_are_dropped_are_in_metrics_warnings_and_report(train, folder):
+    outcome = train(*CAPACITY)
+    assert outcome.code == 0
+    by_layer = [record["capacity"]["layers.1.moe"] for record in metrics_of(folder / "run")]
+    assert all(layer["dropped_rows"] >= ROWS_A_STEP // 2 for layer in by_layer)
+    assert all(layer["factor"] == 0.5 < layer["needed_factor"] for layer in by_layer)
+    assert "warning: layers.1.moe:" in outcome.out
+    assert "rows found no place at their expert and were dropped" in outcome.out
+    page = (folder / "run" / "report.html").read_text()
+    assert "<dt>Dropped rows</dt>" in page
+    assert 'data-chart="capacity/dropped_rows"' in page
+
+
+def test_capacity_grows_when_a_step_is_logged_and_goes_on_from_a_checkpoint(train, folder):
+    grow = [*CHECKPOINT, *CAPACITY, "--model.moe.overflow", "grow", "--metrics.log_interval", "2"]
+    assert train(*grow, "--debug.stop_after", "4").code == 0
+    resumed = train(*grow)
+    assert "resuming from the checkpoint of step 4" in resumed.out
+    by_layer = [record["capacity"]["layers.1.moe"] for record in metrics_of(folder / "run")]
+    assert by_layer[0]["factor"] == 0.5
+    assert by_layer[1]["factor"] >= by_layer[0]["needed_factor"]
+    assert by_layer[2]["factor"] >= by_layer[1]["factor"]  # of the resumed run, whose config says 0.5
+
+    whole = train(*grow, "--job.dump_folder", "whole")
+    keys = [*(key for key in REPEATABLE if key != "validation_loss"), "capacity"]
+    assert metrics_of(folder / "run", keys) == metrics_of(folder / "whole", keys)
+    assert all(torch.equal(resumed.weights[name], weight) for name, weight in whole.weights.items())
+
+
 def interrupt_after(patch, owner, name, at_step):
     """The method `name`, which takes the step first, is interrupted at the end of step `at_step`."""
     method = getattr(owner, name)

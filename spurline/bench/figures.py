@@ -10,7 +10,7 @@ from typing import Any
 @dataclass(frozen=True)
 class Figure:
     part: str
-    """Suite: layers, bf16, memory, sweep, ranks, step."""
+    """Suite: layers, bf16, memory, sweep, dispatchers, ranks, step."""
     case: str
     what: str
     """forward, forward+backward, saved, ..."""

@@ -1,4 +1,4 @@
-"""Expert-parallel forward and backward on local gloo ranks: uneven, equal-split and forced-balance exchange."""
+"""Expert-parallel forward and backward on local gloo ranks, by exchange."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ WAYS = {
     "uneven": CONFIG,
     "equal split": dataclasses.replace(CONFIG, equal_split="forced"),
     "forced balance": dataclasses.replace(CONFIG, force_load_balance=True),
+    "capacity 1.25": dataclasses.replace(CONFIG, dispatcher="capacity"),
 }
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from spurline.bench.cases import CASES, Case
+from spurline.bench.dispatchers import dispatchers
 from spurline.bench.figures import Figure
 from spurline.bench.footprint import footprint
 from spurline.bench.layers import Contest, check_agreement, make_contest
@@ -134,6 +135,7 @@ SUITES: dict[str, Callable[..., Iterator[Figure]]] = {
     "bf16": bf16,
     "memory": memory,
     "sweep": sweep,
+    "dispatchers": dispatchers,
     "ranks": ranks,
     "step": step,
 }

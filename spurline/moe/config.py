@@ -12,6 +12,7 @@ _CHOICES = {
     "score_func": ("softmax", "sigmoid"),
     "aux_loss": ("none", "batch", "sequence"),
     "equal_split": ("off", "adaptive", "forced"),
+    "overflow": ("drop_last", "drop_lowest_weight", "grow"),
 }
 
 
@@ -65,7 +66,8 @@ class MoEConfig:
     """Kernel of the expert matmuls: auto, stream, loop, grouped_mm, bmm, triton, or a registered name.
     auto: stream on CPU; on accelerators bmm for equal counts, else grouped_mm if it is one launch, else triton."""
     dispatcher: str = "local"
-    """How rows reach their experts: local, or a registered name."""
+    """How rows reach their experts: local (all-to-all across ranks), capacity (a fixed number of places an expert,
+    nothing read from the device), or a registered name."""
 
     equal_split: Literal["off", "adaptive", "forced"] = "off"
     """Across ranks: pad what each pair exchanges to the same size, never, where it costs little, or always."""
@@ -75,6 +77,11 @@ class MoEConfig:
     """Across ranks: check that each row that was sent arrives, unchanged and in its place."""
     row_multiple: int = field(default=1, metadata=ADDED_LATER)
     """Pad the rows of each expert to a multiple of this (1 = off), as grouped matmuls of low precision want."""
+    capacity_factor: float = field(default=1.25, metadata=ADDED_LATER)
+    """Dispatcher capacity: places of an expert, as a multiple of an even share of a rank's rows."""
+    overflow: Literal["drop_last", "drop_lowest_weight", "grow"] = field(default="drop_last", metadata=ADDED_LATER)
+    """Dispatcher capacity: of an expert's rows that have no place, drop those of the last tokens, or of the lowest
+    weights; grow drops the last and raises the factor to what was needed whenever a step is logged."""
 
     def problems(self) -> list[str]:
         """Everything that is wrong with this config, one sentence each; empty when it is sound."""
@@ -89,6 +96,7 @@ class MoEConfig:
         require(self.num_shared_experts >= 0, f"num_shared_experts must not be negative, got {self.num_shared_experts}")
         for name in ("bias_update_rate", "aux_loss_weight", "z_loss_weight", "equal_split_threshold"):
             require(getattr(self, name) >= 0, f"{name} must not be negative, got {getattr(self, name)}")
+        require(self.capacity_factor > 0, f"capacity_factor must be positive, got {self.capacity_factor}")
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             require(value in choices, f"{name} must be one of {', '.join(choices)}, got {value!r}")
@@ -103,6 +111,10 @@ class MoEConfig:
             self.top_k <= self.num_experts,
             f"top_k {self.top_k} is larger than num_experts {self.num_experts}: a token visits an expert once at most",
         )
+        if self.dispatcher == "capacity" and self.equal_split != "off":
+            found.append(
+                f"equal_split {self.equal_split!r} is for dispatcher local: with capacity, all splits are equal"
+            )
         if self.shared_gate and not self.num_shared_experts:
             found.append("shared_gate needs num_shared_experts above 0")
         if self.num_groups > 1:
@@ -136,6 +148,11 @@ class MoEConfig:
         if found := self.problems():
             raise ValueError("MoEConfig: " + "; ".join(found))
         return self
+
+    @property
+    def host_reads(self) -> int:
+        """How often a layer across ranks reads from the device in a forward pass."""
+        return 0 if self.force_load_balance or self.dispatcher == "capacity" else 1
 
     @property
     def shared_hidden_dim(self) -> int:

@@ -76,7 +76,7 @@ class MoE(nn.Module):
             self.router = make_router(config, init_std)
             self.experts = make_experts(config, init_std, output_std)
             self.shared_experts = SharedExperts(config, init_std, output_std) if config.num_shared_experts else None
-        self.dispatcher = make_dispatcher(config)
+            self.dispatcher = make_dispatcher(config)
         self.sequence: SequenceParallel | None = None  # ranks that split the positions of sequences they all have
         self.sequence_ranks: tuple[int, list[int]] | None = None  # see `set_sequence_ranks`
         if dtype is not None:

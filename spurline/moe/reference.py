@@ -3,6 +3,8 @@
 Slow on purpose: one token, one expert at a time. `weights` are the layer's parameters and buffers by name.
 """
 
+from collections.abc import Container
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -10,8 +12,10 @@ from torch import Tensor
 from spurline.moe.config import MoEConfig
 
 
-def reference_moe(x_TD: Tensor, weights: dict[str, Tensor], config: MoEConfig) -> Tensor:
-    """(T, D) -> (T, D)."""
+def reference_moe(
+    x_TD: Tensor, weights: dict[str, Tensor], config: MoEConfig, dropped: Container[tuple[int, int]] = ()
+) -> Tensor:
+    """(T, D) -> (T, D). Rows (token, expert) that are `dropped`, for want of capacity, contribute nothing."""
     w1_EFD, w3_EFD, w2_EDF = (weights[f"experts.{name}"] for name in ("w1_EFD", "w3_EFD", "w2_EDF"))
     score_TE = reference_scores(x_TD, weights, config)[1]
     outputs = []
@@ -20,6 +24,8 @@ def reference_moe(x_TD: Tensor, weights: dict[str, Tensor], config: MoEConfig) -
         chosen = reference_choice(score_TE[t], t, weights["router.expert_bias_E"], config)
         norm = sum(score_TE[t, e] for e in chosen) + 1e-20 if config.route_norm else 1.0
         for e in chosen:
+            if (t, e) in dropped:
+                continue
             weight = (score_TE[t, e] / norm * config.route_scale).to(x_D.dtype)
             row_D = x_D * weight if config.score_before_experts else x_D
             row_D = w2_EDF[e] @ (F.silu(w1_EFD[e] @ row_D) * (w3_EFD[e] @ row_D))

@@ -12,7 +12,10 @@ from spurline.moe.layout import CLAMPED_SWIGLU, SWIGLU, Layout, layout_problems
 from spurline.registry import register, resolve
 
 ROUTERS: dict[str, Any] = {"top_k": "spurline.moe.router:Router"}
-DISPATCHERS: dict[str, Any] = {"local": "spurline.moe.dispatch.local:LocalDispatcher"}
+DISPATCHERS: dict[str, Any] = {
+    "local": "spurline.moe.dispatch.local:LocalDispatcher",
+    "capacity": "spurline.moe.dispatch.capacity:CapacityDispatcher",
+}
 EXPERTS: dict[str, Any] = {
     "swiglu": "spurline.moe.experts.swiglu:SwiGLUExperts",
     "clamped_swiglu": "spurline.moe.experts.clamped_swiglu:ClampedSwiGLUExperts",

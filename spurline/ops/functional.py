@@ -78,6 +78,17 @@ def accumulate_once(total: Tensor, value: Tensor, owner: Tensor, grad_enabled: b
         total.add_(value)
 
 
+@torch.library.custom_op("spurline::raise_to", mutates_args={"total"})
+def raise_to(total: Tensor, value: Tensor) -> None:
+    """Make total the larger one of itself and value; to do so again, as recomputation does, changes nothing."""
+    total.copy_(torch.maximum(total, value))
+
+
+@raise_to.register_fake
+def _(total: Tensor, value: Tensor) -> None:
+    return None
+
+
 @accumulate_once.register_fake
 def _(total: Tensor, value: Tensor, owner: Tensor, grad_enabled: bool) -> None:
     return None

@@ -101,7 +101,17 @@ def _numbers(run: Run) -> dict[str, tuple[str, str]]:
     if loads := run.records[-1].get("expert_load"):
         dead = sum(len(rows) - int(np.count_nonzero(rows)) for rows in loads.values())
         found["Idle experts"] = (f"{dead}", f"of {sum(map(len, loads.values()))}, last step")
+    if (dropped := _dropped_rows(run)) is not None:
+        found["Dropped rows"] = (short(dropped), "beyond the capacity of experts")
     return found
+
+
+def _dropped_rows(run: Run) -> float | None:
+    """Those of all layers and lines; None where no layer has a fixed capacity."""
+    by_layer = [record["capacity"] for record in run.records if isinstance(record.get("capacity"), dict)]
+    layers = [layer for layers in by_layer for layer in layers.values() if isinstance(layer, dict)]
+    numbers = [layer["dropped_rows"] for layer in layers if isinstance(layer.get("dropped_rows"), int | float)]
+    return sum(numbers) if numbers else None
 
 
 def short(value: float) -> str:

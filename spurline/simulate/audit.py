@@ -131,7 +131,7 @@ def violations(audit: Audit, budget: Budget) -> list[str]:
     found: list[str] = []
     host = done.trace.host
     moe = getattr(config.model, "moe", None)
-    allowed = 0 if moe is not None and moe.force_load_balance else 1
+    allowed = 1 if moe is None else moe.host_reads
     if budget.host_waits_per_layer is not None:
         allowed = budget.host_waits_per_layer
     in_layers: dict[str, list[HostAccess]] = defaultdict(list)

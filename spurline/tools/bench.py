@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 PROG = "spurline bench"
-SUITE_NAMES = ("layers", "bf16", "memory", "sweep", "ranks", "step")
+SUITE_NAMES = ("layers", "bf16", "memory", "sweep", "dispatchers", "ranks", "step")
 ON_ANY_DEVICE = ("layers", "bf16")
 DESCRIPTION = """\
 Benchmark Spurline against installed peers (torchtitan, transformers). Candidates
@@ -39,6 +39,7 @@ suites (--parts)
   bf16     the same in bfloat16, and its error against float64
   memory   bytes saved for backward, and growth of the process
   sweep    our layer with growing token, top-k and expert counts
+  dispatchers  padding, dropped rows and memory of each, by routing
   ranks    expert-parallel forward+backward on 2 and 4 local ranks
   step     training step of the debug models
 
@@ -54,7 +55,7 @@ class Command:
     device: Annotated[str, described("TYPE")] = "cpu"
     """Device to measure on: cpu, auto, or the type of an accelerator, on which every kernel of experts is timed."""
     cases: Annotated[tuple[str, ...], described("NAME ...")] = tuple(CASES)
-    """Layer shapes and routings to run in the suites layers, bf16 and memory (default: all).
+    """Layer shapes and routings to run in the suites layers, bf16, memory and dispatchers (default: all).
     One or more of small, medium, medium_zipf, medium_one_hot, medium_uniform, decode."""
     threads: Annotated[tuple[int, ...], described("N ...")] = (1, 2)
     """Thread counts; every suite runs once with each (default: 1 2)."""

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 
+from spurline.moe.dispatch.capacity import capacity_factors
 from spurline.train.agreement import Agreement
 from spurline.train.checkpoint.manager import CheckpointManager
 from spurline.train.metrics.logger import MetricsLogger
@@ -120,6 +121,8 @@ class TrainingLoop:
             self.trainer.tally.read()
             self.position = self.trainer.position_after(step)
             extra = {**self.position.stored(), "validation_loss": loss, "run": self.trainer.fingerprint()}
+            if factors := capacity_factors(self.trainer.model):
+                extra["capacity_factors"] = factors
             self.checkpoints.save(step, self.trainer.model, self.trainer.optimizer, extra)
 
     def should_stop(self, spike_began: int = 0) -> bool:

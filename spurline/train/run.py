@@ -15,6 +15,7 @@ import torch
 from spurline import config_io
 from spurline.config import RunConfig
 from spurline.models.common.init import initialize_parameters
+from spurline.moe.dispatch.capacity import restore_capacity_factors
 from spurline.parallel.compile_cache import remove_broken_libraries
 from spurline.parallel.fsdp import has_separate_expert_units
 from spurline.parallel.precision import converted_layers
@@ -184,6 +185,7 @@ def resume(
     if step_back.reason:
         say(f"{step_back.reason}: stepping back to the checkpoint of step {step}")
     checkpoints.restore_random(step, config.training.seed)
+    restore_capacity_factors(trainer.model, extra.get("capacity_factors"))
     tokens_per_sequence = config.training.seq_len if config.data.kind == "text" else None
     return stored_position(step, extra, trainer.global_batch_size, tokens_per_sequence)
 

@@ -70,6 +70,7 @@ def run_compiled(rank: int, config: MoEConfig, replicated: bool, backend: str) -
         ({"equal_split": "forced"}, False),
         ({"equal_split": "adaptive", "score_before_experts": True, "experts_backend": "grouped_mm"}, False),
         ({"row_multiple": 4, "equal_split": "forced"}, False),
+        ({"dispatcher": "capacity", "capacity_factor": 2.0}, True),
         ({"force_load_balance": True}, False),
         ({"force_load_balance": True}, True),
     ],

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from spurline import MoE, MoEConfig, accelerator
-from spurline.moe.dispatch.all_to_all import AllToAllDispatcher
+from spurline.moe.dispatch.plan import ExpertRanks
 
 CONFIG = MoEConfig(dim=8, hidden_dim=16, num_experts=128, top_k=2, num_shared_experts=1, experts_backend="grouped_mm")
 T = 130  # tokens a rank; 260 rows
@@ -34,7 +34,7 @@ def group(request: pytest.FixtureRequest):  # type: ignore[no-untyped-def]
 
 def make_layer(config: MoEConfig, group: dist.ProcessGroup) -> MoE:
     moe = MoE(config, device="meta")
-    moe.dispatcher = AllToAllDispatcher(config, group)
+    moe.dispatcher = moe.dispatcher.across(ExpertRanks(group))
     for name, parameter in list(moe.experts.named_parameters()):
         setattr(moe.experts, name, nn.Parameter(parameter[: config.num_experts // group.size()].detach()))
     return moe
@@ -111,7 +111,9 @@ def events_of_a_step(config: MoEConfig, group: dist.ProcessGroup, monkeypatch: p
 
 
 @pytest.mark.parametrize("group", RANKS, indirect=True)
-@pytest.mark.parametrize("changes", [{}, {"score_before_experts": True}, {"experts_backend": "loop"}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"score_before_experts": True}, {"experts_backend": "loop"}, {"row_multiple": 16}], ids=str
+)
 def test_the_host_waits_once_and_behind_the_shared_experts(
     group: dist.ProcessGroup, changes: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,6 +133,25 @@ def test_forced_balance_waits_for_nothing(
     device = events_of_a_step(config, group, monkeypatch)
     assert device.waits == []
     assert device.events[:3] == ["exchange", "shared experts", "exchange"]
+
+
+@pytest.mark.parametrize("group", RANKS, indirect=True)
+@pytest.mark.parametrize("overflow", ["drop_last", "drop_lowest_weight", "grow"])
+def test_fixed_capacity_waits_for_nothing(
+    group: dist.ProcessGroup, overflow: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = events_of_a_step(dataclasses.replace(CONFIG, dispatcher="capacity", overflow=overflow), group, monkeypatch)
+    assert device.waits == []
+    assert device.events[:3] == ["exchange", "shared experts", "exchange"]
+
+
+@pytest.mark.parametrize("changes", [{"dispatcher": "capacity"}, {"row_multiple": 16}], ids=str)
+def test_one_accelerator_waits_for_nothing(changes: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    moe = MoE(dataclasses.replace(CONFIG, **changes), device="meta")
+    device = Accelerator(torch.empty(0), monkeypatch)
+    with device:
+        moe(torch.empty(T, CONFIG.dim, device="meta", requires_grad=True)).sum().backward()
+    assert device.events == []
 
 
 class CapturedError(Exception):
@@ -171,9 +192,10 @@ def test_a_compiled_layer_copies_once_to_the_host(group: dist.ProcessGroup) -> N
 
 
 @pytest.mark.parametrize("group", RANKS, indirect=True)
-def test_a_compiled_layer_with_forced_balance_copies_nothing(group: dist.ProcessGroup) -> None:
+def test_a_compiled_layer_with_forced_balance_or_fixed_capacity_copies_nothing(group: dist.ProcessGroup) -> None:
     torch._dynamo.config.capture_scalar_outputs = True
     assert waits_of_a_graph(make_layer(dataclasses.replace(CONFIG, force_load_balance=True), group)) == []
+    assert waits_of_a_graph(make_layer(dataclasses.replace(CONFIG, dispatcher="capacity"), group)) == []
 
 
 @pytest.mark.parametrize("group", [4], indirect=True)

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from spurline import MoE, MoEConfig
-from spurline.moe.dispatch.all_to_all import AllToAllDispatcher
+from spurline.moe.dispatch.plan import ExpertRanks
 from spurline.moe.dispatch.traffic import Traffic
 
 CONFIG = MoEConfig(dim=8, hidden_dim=16, num_experts=8, top_k=2, num_shared_experts=1, experts_backend="grouped_mm")
@@ -40,7 +40,7 @@ def reads_of_one_forward(
 
     monkeypatch.setattr(Traffic, "read_on_host", staticmethod(read))
     moe = MoE(config)
-    moe.dispatcher = AllToAllDispatcher(config, group)
+    moe.dispatcher = moe.dispatcher.across(ExpertRanks(group))
     for name, parameter in list(moe.experts.named_parameters()):
         setattr(moe.experts, name, torch.nn.Parameter(parameter[: config.num_experts // P].detach()))
     with FakeTensorMode(allow_non_fake_inputs=True):  # the layer's name, for errors, is a real tensor
@@ -66,6 +66,9 @@ def make_fake(moe: MoE) -> None:
         ({"equal_split": "forced"}, 1),
         ({"equal_split": "adaptive"}, 1),
         ({"score_before_experts": True, "aux_loss": "batch"}, 1),
+        ({"row_multiple": 4}, 1),
+        ({"dispatcher": "capacity"}, 0),
+        ({"dispatcher": "capacity", "overflow": "drop_lowest_weight", "row_multiple": 4}, 0),
         ({"force_load_balance": True}, 0),
         ({"force_load_balance": True, "equal_split": "forced"}, 0),
     ],

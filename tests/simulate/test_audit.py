@@ -108,6 +108,15 @@ def test_one_wait_a_layer_and_none_with_forced_balance(ranks: int, ep: int, is_f
     assert (by_layer["layers.0"], by_layer["layers.1"], by_layer["layers.2"]) == (0, waits, waits)
 
 
+@pytest.mark.parametrize(("ranks", "ep"), [(1, 1), (4, 2), (64, 64)])
+def test_fixed_capacity_never_waits(ranks: int, ep: int) -> None:
+    moe = replace(MODEL.moe, num_experts=64, dispatcher="capacity", overflow="grow")
+    config = replace(CONFIG, model=replace(MODEL, moe=moe), parallelism=Parallelism(expert_parallel_degree=ep))
+    found = audit(config, ranks)
+    assert violations(found, replace(ANYTHING, host_waits_per_layer=None)) == []
+    assert sum(row.host_waits for row in found.layers) == 0
+
+
 def test_compiled_blocks_are_audited() -> None:
     config = replace(CONFIG, model=replace(MODEL, num_layers=2), compile=Compile(enable=True, components="model"))
     found = audit(config)

@@ -57,6 +57,24 @@ def test_cases_are_routed_as_they_say() -> None:
     assert counts["zipf"][0] > 2 * counts["balanced"][0]
 
 
+def test_padding_and_dropped_rows_of_dispatchers_by_routing(monkeypatch) -> None:
+    shape = {"dim": 64, "hidden_dim": 8, "num_experts": 16, "top_k": 2, "num_tokens": 800}
+    for routing in ("balanced", "one_hot"):
+        monkeypatch.setitem(CASES, routing, Case(routing, **shape, routing=routing))
+    figures = list(suites.SUITES["dispatchers"](1, 1.0, ["balanced", "one_hot", "decode"]))
+    found = {(figure.case, figure.what, figure.candidate): figure.value for figure in figures}
+    assert {case for case, *_ in found} == {"balanced", "one_hot"}
+    # 1600 rows: two experts want 800 each, and have 125 places of 2000, or 200 of 3200; the others have empty ones.
+    assert found["one_hot", "dropped rows", "capacity 1.25"] == pytest.approx(100 * (1600 - 250) / 1600)
+    assert found["one_hot", "padding", "capacity 1.25"] == pytest.approx(100 * (2000 - 250) / 1600)
+    assert found["one_hot", "dropped rows", "capacity 2"] == pytest.approx(100 * (1600 - 400) / 1600)
+    assert found["one_hot", "padding", "local"] == found["one_hot", "padding", "aligned 32"] == 0
+    assert 0 < found["balanced", "padding", "aligned 32"] < 16 * 31 * 100 / 1600
+    assert found["balanced", "dropped rows", "local"] == 0
+    for case in ("balanced", "one_hot"):  # static sizes: what is kept does not follow the routing
+        assert found[case, "saved for backward", "capacity 2"] > found[case, "saved for backward", "capacity 1.25"] > 0
+
+
 def test_a_layer_that_computes_something_else_is_told() -> None:
     contest = make_contest(TINY, peers=False)
     ours = contest.candidates["spurline"]

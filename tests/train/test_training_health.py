@@ -95,3 +95,13 @@ def test_clipping_every_step_is_told_unless_clipping_is_off():
     assert step == CLIPPED_LINES // 2 + CLIPPED_LINES
     assert "norm 4, --training.max_grad_norm 1)" in warning
     assert told(TrainingHealth(max_grad_norm=0.0), records) == []
+
+
+def test_dropped_rows_are_told_with_the_factor_that_was_needed():
+    def capacity(step):
+        return {"layers.1.moe": {"dropped_rows": 1234 * (step > 3), "factor": 1.25, "needed_factor": 1.875}}
+
+    ((step, warning),) = told(TrainingHealth(), run(9, capacity=capacity))
+    assert step == 4
+    assert warning.startswith("layers.1.moe: 1,234 rows found no place at their expert and were dropped")
+    assert "the capacity factor is 1.25, this step needed 1.88" in warning

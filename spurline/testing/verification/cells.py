@@ -35,6 +35,10 @@ MOE_OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "equal split": {"equal_split": "forced"},
         "forced balance": {"force_load_balance": True},
     },
+    "dispatcher": {
+        "all-to-all": {"dispatcher": "local"},
+        "capacity": {"dispatcher": "capacity", "capacity_factor": 8.0},  # so that no row is dropped
+    },
     "rows": {"rows as they are": {"row_multiple": 1}, "aligned rows": {"row_multiple": 8}},
     "num_experts": {f"{number} experts": {"num_experts": number} for number in (8, 6)},
     "experts": {name: {"experts_backend": name} for name in ("loop", "grouped_mm", "bmm", "stream")},
@@ -62,6 +66,7 @@ class Cell:
     ep: int = 1
     etp: int = 1
     exchange: str = "uneven"
+    dispatcher: str = "all-to-all"
     rows: str = "rows as they are"
     num_experts: str = "8 experts"
     experts: str = "stream"

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from spurline.comm.metrics import Metric, Offered, collect_metrics, reduce_metrics
+from spurline.moe.dispatch.capacity import take_capacity_metrics
 from spurline.train.metrics.tally import StepTally
 
 
@@ -37,6 +38,7 @@ class StepMetrics:
         offered = [*(Offered(name, "", metric) for name, metric in own.items()), *collect_metrics(self.model)]
         record = reduce_metrics([*offered, *self.tally.offered()], self.group).read()
         self.tally.take(record)
+        take_capacity_metrics(self.model, record)
         return {
             "step": self.step,
             "lr": self.lr,

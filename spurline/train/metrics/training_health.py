@@ -40,6 +40,7 @@ class TrainingHealth:
         return [
             *self._dead_experts(record),
             *self._collapsing_routers(record),
+            *self._dropped_rows(record),
             *self._data_bound(record),
             *self._loss_spike(record),
             *self._always_clipped(record),
@@ -87,6 +88,19 @@ class TrainingHealth:
                 f"{layer}: the router is collapsing: its busiest expert has {routing['load']:.1f} times the mean,"
                 f" the entropy is {routing['entropy']:.2f} of 1. Raise --model.moe.aux_loss_weight, or lower"
                 " --optimizer.lr",
+            )
+        return warnings
+
+    def _dropped_rows(self, record: Mapping[str, Any]) -> list[str]:
+        warnings = []
+        for layer, capacity in (record.get("capacity") or {}).items():
+            dropped, factor, needed = (capacity[key] for key in ("dropped_rows", "factor", "needed_factor"))
+            warnings += self._once(
+                f"dropped {layer}",
+                dropped > 0,
+                f"{layer}: {dropped:,} rows found no place at their expert and were dropped: the capacity factor is"
+                f" {factor:g}, this step needed {needed:.2f}. Raise --model.moe.capacity_factor, or choose"
+                " --model.moe.overflow grow",
             )
         return warnings
 
