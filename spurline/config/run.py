@@ -52,6 +52,13 @@ class RunConfig(Generic[M]):
                 found.append(f"{section.name}.{problem}" if about_an_option else f"{section.name}: {problem}")
         if self.data.kind == "pictures" and not hasattr(self.model, "vision"):
             found.append("data.kind pictures needs a model with a vision encoder, such as --module qwen3_vl")
+        moe = getattr(self.model, "moe", None)
+        if self.compile.enable and "model" in self.compile.parts and not getattr(moe, "can_compile", True):
+            name = getattr(moe, "dispatcher", "")
+            found.append(
+                f"compile.enable with model: dispatcher {name!r} calls a library that can't be traced: choose"
+                " --compile.components loss, or dispatcher 'local' or 'capacity'"
+            )
         if self.checkpoint.keep_best and not (self.metrics.validation_batches and self.data.validation_fraction):
             found.append(
                 "checkpoint.keep_best needs a validation loss: set metrics.validation_batches and"

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from spurline.moe.dispatch.libraries import LIBRARIES, missing_library
 from spurline.moe.layout import params_per_expert
 from spurline.moe.registry import DISPATCHERS, EXPERTS, KERNELS, LAYOUTS, ROUTERS
 from spurline.registry import unknown
@@ -67,7 +68,8 @@ class MoEConfig:
     auto: stream on CPU; on accelerators bmm for equal counts, else grouped_mm if it is one launch, else triton."""
     dispatcher: str = "local"
     """How rows reach their experts: local (all-to-all across ranks), capacity (a fixed number of places an expert,
-    nothing read from the device), or a registered name."""
+    nothing read from the device), deep_ep, deep_ep_low_latency, hybrid_ep (libraries for NVIDIA GPUs), or a
+    registered name."""
 
     equal_split: Literal["off", "adaptive", "forced"] = "off"
     """Across ranks: pad what each pair exchanges to the same size, never, where it costs little, or always."""
@@ -103,7 +105,7 @@ class MoEConfig:
         found += unknown("router", self.router, ROUTERS)
         found += unknown("experts", self.experts, EXPERTS)
         found += unknown("experts_backend", self.experts_backend, ["auto", *KERNELS])
-        found += unknown("dispatcher", self.dispatcher, DISPATCHERS)
+        found += unknown("dispatcher", self.dispatcher, DISPATCHERS) or missing_library(self.dispatcher)
         if found:
             return found
 
@@ -111,10 +113,8 @@ class MoEConfig:
             self.top_k <= self.num_experts,
             f"top_k {self.top_k} is larger than num_experts {self.num_experts}: a token visits an expert once at most",
         )
-        if self.dispatcher == "capacity" and self.equal_split != "off":
-            found.append(
-                f"equal_split {self.equal_split!r} is for dispatcher local: with capacity, all splits are equal"
-            )
+        if self.dispatcher in ("capacity", *LIBRARIES) and self.equal_split != "off":
+            found.append(f"equal_split {self.equal_split!r} is for dispatcher local, not for {self.dispatcher}")
         if self.shared_gate and not self.num_shared_experts:
             found.append("shared_gate needs num_shared_experts above 0")
         if self.num_groups > 1:
@@ -153,6 +153,11 @@ class MoEConfig:
     def host_reads(self) -> int:
         """How often a layer across ranks reads from the device in a forward pass."""
         return 0 if self.force_load_balance or self.dispatcher == "capacity" else 1
+
+    @property
+    def can_compile(self) -> bool:
+        """Whether a layer can be traced: libraries that move rows can't be."""
+        return self.dispatcher not in LIBRARIES
 
     @property
     def shared_hidden_dim(self) -> int:

@@ -15,6 +15,9 @@ ROUTERS: dict[str, Any] = {"top_k": "spurline.moe.router:Router"}
 DISPATCHERS: dict[str, Any] = {
     "local": "spurline.moe.dispatch.local:LocalDispatcher",
     "capacity": "spurline.moe.dispatch.capacity:CapacityDispatcher",
+    "deep_ep": "spurline.moe.dispatch.deep_ep:DeepEPDispatcher",
+    "deep_ep_low_latency": "spurline.moe.dispatch.deep_ep:DeepEPLowLatencyDispatcher",
+    "hybrid_ep": "spurline.moe.dispatch.hybrid_ep:HybridEPDispatcher",
 }
 EXPERTS: dict[str, Any] = {
     "swiglu": "spurline.moe.experts.swiglu:SwiGLUExperts",

@@ -104,11 +104,11 @@ class CapacityDispatcher(nn.Module):
         }
         inner: LocalPlan | ExchangePlan
         if ranks is None:
-            inner = LocalPlan(**places, counts=_fixed_counts(routing, E, C))
+            inner = LocalPlan(**places, counts=fixed_counts(routing, E, C))
         else:
             P, check = ranks.group.size(), self._check(num_tokens_P is None)
             exchange = FixedExchange(E * C, ranks.group, self._label_of_check.get(check), check, self.overlap)
-            route = Route(_fixed_counts(routing, E // P, P * C), exchange, UniformPermutation(P, E // P))
+            route = Route(fixed_counts(routing, E // P, P * C), exchange, UniformPermutation(P, E // P))
             inner = ExchangePlan(**places, group=ranks.group, route=route)
         return SentinelPlan(inner, "plan.capacity", max(0, E * C - T * K))
 
@@ -175,7 +175,7 @@ def grown(needed: float, config: MoEConfig) -> float:
     return min(math.ceil(8 * SPARE * needed) / 8, config.num_experts / config.top_k)
 
 
-def _fixed_counts(routing: Routing, num_experts: int, places: int) -> RowCounts:
+def fixed_counts(routing: Routing, num_experts: int, places: int) -> RowCounts:
     """So many places for each expert: known everywhere without asking."""
     count_e = routing.count_E.new_full((num_experts,), places)
     host_count_e = torch.full((num_experts,), places)

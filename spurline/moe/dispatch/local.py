@@ -47,20 +47,8 @@ class LocalDispatcher:
         reads_at_once = routing.count_E.is_cpu and not accelerator.stand_in
         if host_E is None and reads_at_once and not torch.compiler.is_compiling():
             host_E = routing.count_E.tolist()
-        counts, weight_S = RowCounts(routing.count_E, host_E), routing.weight_TK.flatten()
-        if self.config.row_multiple > 1:
-            plan = self._aligned(slot_S, with_zero(weight_S), counts, T, K)
-            return SentinelPlan(plan, "permute.aligned", plan.token_S.shape[0] - slot_S.shape[0])
-        weigh_before = self.config.score_before_experts
-        return LocalPlan(slot_S // K, weight_S.index_select(0, slot_S), T, weigh_before, counts)
-
-    def _aligned(self, slot_S: Tensor, weight_S: Tensor, counts: RowCounts, T: int, K: int) -> LocalPlan:
-        """The plan for T + 1 tokens, with slot number S in places without a row; reads nothing from a device."""
-        S, E, multiple = slot_S.shape[0], self.config.num_experts, self.config.row_multiple
-        aligned, num_places = align_counts(counts, multiple, most_places(S, E, multiple))
-        slot_A = fill_places(places_of(counts.count_e, aligned.count_e, S), slot_S, num_places, S)
-        weight_A = weight_S.index_select(0, slot_A)
-        return LocalPlan(slot_A // K, weight_A, T + 1, self.config.score_before_experts, aligned)
+        counts = RowCounts(routing.count_E, host_E)
+        return plan_rows(self.config, slot_S, routing.weight_TK.flatten(), counts, T, K)
 
     def across(self, ranks: ExpertRanks) -> AllToAllDispatcher:
         return AllToAllDispatcher(
@@ -70,3 +58,23 @@ class LocalDispatcher:
             parts_per_expert=ranks.parts_per_expert,
             same_num_tokens=ranks.same_num_tokens,
         )
+
+
+def plan_rows(
+    config: MoEConfig, slot_S: Tensor, weight_TK: Tensor, counts: RowCounts, num_tokens: int, top_k: int
+) -> LocalPlan | SentinelPlan:
+    """The plan for rows `slot_S`, slots of (T, K) in the order of experts, with the weight of every slot, (T*K,).
+
+    With a multiple, places without a row have slot number T*K, and so the sentinel as their token. Where only a device
+    knows the counts, nothing is read: as many places are made as any routing may need.
+    """
+    weigh_before, multiple = config.score_before_experts, config.row_multiple
+    if multiple == 1:
+        return LocalPlan(slot_S // top_k, weight_TK.index_select(0, slot_S), num_tokens, weigh_before, counts)
+    num_rows, num_slots = slot_S.shape[0], weight_TK.shape[0]
+    enough = most_places(num_rows, counts.count_e.shape[0], multiple) if counts.host_count_e is None else None
+    places, num_places = align_counts(counts, multiple, enough)
+    slot_A = fill_places(places_of(counts.count_e, places.count_e, num_rows), slot_S, num_places, num_slots)
+    weight_A = with_zero(weight_TK).index_select(0, slot_A)
+    plan = LocalPlan(slot_A // top_k, weight_A, num_tokens + 1, weigh_before, places)
+    return SentinelPlan(plan, "permute.aligned", num_places - num_rows)

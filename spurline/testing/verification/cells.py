@@ -18,6 +18,7 @@ from spurline.config import (
 )
 from spurline.moe.config import MoEConfig
 from spurline.parallel.degrees import degree_problems
+from spurline.testing import stand_ins
 from spurline.testing.tiny import tiny_model
 
 NUM_STEPS = 2
@@ -38,6 +39,8 @@ MOE_OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "dispatcher": {
         "all-to-all": {"dispatcher": "local"},
         "capacity": {"dispatcher": "capacity", "capacity_factor": 8.0},  # so that no row is dropped
+        "deep_ep stand-in": {"dispatcher": "deep_ep"},
+        "hybrid_ep stand-in": {"dispatcher": "hybrid_ep"},
     },
     "rows": {"rows as they are": {"row_multiple": 1}, "aligned rows": {"row_multiple": 8}},
     "num_experts": {f"{number} experts": {"num_experts": number} for number in (8, 6)},
@@ -187,13 +190,16 @@ def cell_problems(cell: Cell, model: Any) -> list[str]:
         )
         return found
     config = run_config(cell, model)
-    found += config.problems()
+    with stand_ins.installed():
+        found += config.problems()
     moe = getattr(config.model, "moe", None)
     if isinstance(moe, MoEConfig):
         if moe.experts_backend == "bmm" and not (moe.force_load_balance and cell.compile == "off"):
             found.append("experts_backend bmm needs forced balance, without compile")
         if moe.experts_backend == "stream" and cell.precision != "none":
             found.append(f"experts_backend stream does not round operands, as {cell.precision} does")
+        if moe.dispatcher == "hybrid_ep" and cell.ep * cell.etp > 1 and config.training.seq_len % cell.tp:
+            found.append("dispatcher hybrid_ep needs the same number of tokens on every rank")
         if moe.aux_loss == "batch" and cell.micro_batches > 1:
             found.append("aux_loss batch depends on the micro-batch size, so it can't be compared with micro-batches")
     if not found:

@@ -54,6 +54,9 @@ QUICK = [
     Cell(4, replicate=2, ep=2, num_experts="6 experts", router="groups and bias", micro_batches=2, seq_len=13),
     Cell(4, replicate=2, tp=2, ep=2, dispatcher="capacity", balance="no balance loss", remat="selective", clip=True),
     Cell(2, ep=2, dispatcher="capacity", experts="loop", rows="aligned rows"),
+    Cell(2, ep=2, dispatcher="deep_ep stand-in", rows="aligned rows", score="score before", remat="selective"),
+    Cell(4, tp=2, ep=2, etp=2, dispatcher="deep_ep stand-in", router="sigmoid", seq_len=13, micro_batches=2),
+    Cell(4, ep=4, dispatcher="hybrid_ep stand-in", rows="aligned rows", remat="full", clip=True),
     Cell(4, tp=2, ep=4, experts="grouped_mm", exchange="adaptive equal split", balance="batch and z loss", seq_len=13),
     Cell(
         4,
@@ -148,6 +151,7 @@ def is_sensible(cell: Cell) -> bool:
     """Whether the cell is valid, and each of its settings has an effect."""
     idle = (
         ("equal split" in cell.exchange and cell.ep == 1)
+        or ("stand-in" in cell.dispatcher and cell.ep == 1)
         or (cell.separate_expert_units and cell.ranks == 1)
         or (cell.exchange == "forced balance" and cell.seq_len != Cell().seq_len)  # forced balance sets the length
     )

@@ -19,10 +19,12 @@ from spurline.config import RunConfig
 from spurline.data import DataSets
 from spurline.data.batch import IGNORE_INDEX, Batch
 from spurline.data.tokenizer import ByteTokenizer
+from spurline.moe.dispatch.libraries import LIBRARIES
 from spurline.parallel.degrees import resolve_degrees
 from spurline.parallel.mesh import build_meshes
 from spurline.parallel.world import World
 from spurline.plugins import load_plugins
+from spurline.testing import stand_ins
 from spurline.testing.verification.reference import use_reference
 from spurline.train.trainer import Trainer, make_trainer
 
@@ -42,6 +44,8 @@ def save_reference(config: RunConfig[Any], path: str) -> str:
 
 def measure_cell(config: RunConfig[Any], path: str) -> list[Errors]:
     """Run the same steps as one of the ranks; returns the errors of each step."""
+    if getattr(getattr(config.model, "moe", None), "dispatcher", "") in LIBRARIES:
+        stand_ins.install()
     ranks = dist.get_world_size()
     degrees = resolve_degrees(config.parallelism, ranks)
     meshes = build_meshes(degrees, "cpu") if ranks > 1 else None

@@ -1,0 +1,287 @@
+"""Dispatch by DeepEP, whose kernels move rows between GPUs: a token crosses once to each rank that has experts of it.
+
+T tokens of this rank, K experts per token, E experts of which e live on each of P ranks, R tokens that reach this rank.
+`Buffer.dispatch` brings tokens, the experts they visit and their weights, with a handle; `Buffer.combine` adds up by
+that handle what comes back. Each is the gradient of the other. On this rank, received tokens are sorted by expert as
+tokens are on one device (`local.py`), and their outputs are added up by token before they return.
+
+Written against `deep_ep.Buffer` of v1.2.1 and of 2.1.0; run on CPU ranks with a stand-in (`testing/stand_ins`) only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function
+from torch.distributed import ProcessGroup
+
+from spurline.moe.config import MoEConfig
+from spurline.moe.dispatch.aligned import round_up
+from spurline.moe.dispatch.all_to_all import route_to_parts
+from spurline.moe.dispatch.capacity import fixed_counts
+from spurline.moe.dispatch.libraries import require_library
+from spurline.moe.dispatch.local import LocalDispatcher, LocalPlan, plan_rows
+from spurline.moe.dispatch.plan import ExpertRanks, Plan
+from spurline.moe.dispatch.sentinel import SentinelPlan
+from spurline.moe.router import count_rows
+from spurline.moe.routing import Routing
+from spurline.moe.rows import RowCounts, Rows
+from spurline.moe.telemetry import counted
+
+SMALLEST_STEP = 16
+"""Places of the low-latency layout for a rank's tokens are a multiple of this."""
+
+
+class DeepEPDispatcher:
+    """Plans by DeepEP's normal kernels across ranks; on one device, rows stay where they are."""
+
+    name: ClassVar[str] = "deep_ep"
+
+    def __init__(self, config: MoEConfig, ranks: ExpertRanks | None = None) -> None:
+        require_library(self.name)
+        self.config, self.ranks = config, ranks
+        self.overlap = True  # as all dispatchers have it; the library's events order what overlaps
+
+    def across(self, ranks: ExpertRanks) -> DeepEPDispatcher:
+        return type(self)(self.config, ranks)
+
+    def plan(self, routing: Routing, num_tokens_P: list[int] | None = None) -> Plan:
+        if self.ranks is None:
+            return LocalDispatcher(self.config).plan(routing, num_tokens_P)
+        if torch.compiler.is_compiling():
+            raise ValueError(
+                f"dispatcher {self.name!r} calls a library that can't be traced: leave the model uncompiled"
+            )
+        return DeepEPPlan(self.config, self.ranks.group, self._routed(routing))
+
+    def _routed(self, routing: Routing) -> Routing:
+        assert self.ranks is not None
+        parts = self.ranks.parts_per_expert
+        return route_to_parts(routing, self.ranks.group.size() // parts, parts) if parts > 1 else routing
+
+
+class DeepEPLowLatencyDispatcher(DeepEPDispatcher):
+    """The same with the low-latency kernels wherever gradients are off: a fixed number of places, nothing is read.
+
+    They carry no routing weights to the experts, so that no gradient of those could come back: training takes the
+    normal kernels, and so do weights that apply before the experts.
+    """
+
+    name = "deep_ep_low_latency"
+
+    def plan(self, routing: Routing, num_tokens_P: list[int] | None = None) -> Plan:
+        ranks, T = self.ranks, routing.expert_TK.shape[0]
+        is_known = ranks is not None and (ranks.same_num_tokens or num_tokens_P is not None)
+        if torch.is_grad_enabled() or self.config.score_before_experts or not is_known:
+            return super().plan(routing, num_tokens_P)
+        assert ranks is not None
+        most = round_up(max(num_tokens_P or [T]), max(SMALLEST_STEP, self.config.row_multiple))
+        return LowLatencyPlan(ranks.group, self._routed(routing), most)
+
+
+@dataclass
+class Journey:
+    """What a dispatch by the library leaves behind for the way back."""
+
+    buffer: Any
+    handle: Any
+    expert_RK: Tensor
+    """The experts of each received token, counted on this rank; -1 for those of other ranks."""
+    host_e: list[int]
+    """Rows of each expert of this rank."""
+
+
+@dataclass
+class DeepEPPlan:
+    config: MoEConfig
+    group: ProcessGroup
+    routing: Routing
+    journey: Journey | None = None
+    local: LocalPlan | SentinelPlan | None = None
+    """From received tokens to rows and back, known with the journey."""
+
+    def dispatch(self, x_TD: Tensor) -> Rows:
+        """Tokens leave when experts ask for rows, beside what was queued until then: the library waits for counts."""
+        check_dtype(x_TD, "deep_ep")
+        ready = library().Buffer.capture()
+        return Rows(x_TD, RowCounts(self.routing.count_E), start=partial(self._start, x_TD, ready))
+
+    @counted("exchange.deep_ep")
+    def _start(self, x_TD: Tensor, ready: Any) -> Rows:
+        x_RD, weight_RK = _Dispatch.apply(x_TD, self.routing.weight_TK.float(), ready, self)
+        journey = self.journey
+        assert journey is not None
+        (R, K), e = journey.expert_RK.shape, len(journey.host_e)
+        # Slots of experts of other ranks are sorted behind all others, and cut off.
+        expert_S = torch.where(journey.expert_RK < 0, e, journey.expert_RK).flatten()
+        slot_S = torch.argsort(expert_S, stable=True)[: sum(journey.host_e)]
+        # Counts are not given as host integers: ranks could take different decisions by them.
+        count_e, host_count_e = count_rows(expert_S, e + 1)[:e], torch.tensor(journey.host_e)
+        counts = RowCounts(count_e, host_count_e=host_count_e)
+        self.local = plan_rows(self.config, slot_S, weight_RK.flatten(), counts, R, K)
+        rows = self.local.dispatch(x_RD)
+        # A kernel that gathers rows by itself would add them onto this rank's own tokens.
+        return rows if rows.token_S is None else replace(rows, x=rows.tensor(), token_S=None)
+
+    def combine(self, rows: Rows) -> Tensor:
+        assert self.local is not None
+        y_RD = self.local.combine(replace(rows, onto_TD=None))
+        y_TD = _Combine.apply(y_RD, self.journey)
+        return y_TD if rows.onto_TD is None else rows.onto_TD + y_TD
+
+
+class _Dispatch(Function):
+    """Tokens and weights to the ranks of their experts; the gradient is what combine brings back."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, weight_TK: Tensor, ready: Any, plan: DeepEPPlan) -> tuple[Tensor, Tensor]:
+        expert_TK, num_experts = plan.routing.expert_TK.contiguous(), plan.routing.count_E.shape[0]
+        buffer = normal_buffer(plan.group, x_TD.shape[1] * x_TD.element_size())
+        per_rank, per_rdma_rank, per_expert, is_in_rank, laid_out = buffer.get_dispatch_layout(
+            expert_TK, num_experts, previous_event=ready, async_finish=True, allocate_on_comm_stream=True
+        )
+        x_RD, expert_RK, weight_RK, host_e, handle, arrived = buffer.dispatch(
+            x_TD.contiguous(),
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_rdma_rank,
+            is_token_in_rank=is_in_rank,
+            num_tokens_per_expert=per_expert,
+            topk_idx=expert_TK,
+            topk_weights=weight_TK.contiguous(),
+            previous_event=laid_out,
+            async_finish=True,
+            allocate_on_comm_stream=True,
+        )
+        arrived.current_stream_wait()
+        ctx.journey = plan.journey = Journey(buffer, handle, expert_RK, host_e)
+        return x_RD, weight_RK
+
+    @staticmethod
+    def backward(ctx: Any, grad_RD: Tensor, grad_RK: Tensor) -> tuple[Tensor | None, ...]:
+        return *_bring_back(ctx.journey, grad_RD, grad_RK.contiguous()), None, None
+
+
+class _Combine(Function):
+    """Outputs back to their tokens, added up; the gradient is sent as the tokens were."""
+
+    @staticmethod
+    def forward(ctx: Any, y_RD: Tensor, journey: Journey) -> Tensor:
+        ctx.journey = journey
+        return _bring_back(journey, y_RD, None)[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
+        buffer = ctx.journey.buffer
+        grad_RD, *_, arrived = buffer.dispatch(
+            grad_TD.contiguous(),
+            handle=ctx.journey.handle,
+            previous_event=buffer.capture(),
+            async_finish=True,
+            allocate_on_comm_stream=True,
+        )
+        arrived.current_stream_wait()
+        return grad_RD, None
+
+
+def _bring_back(journey: Journey, rows_RD: Tensor, weight_RK: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    rows_TD, weight_TK, arrived = journey.buffer.combine(
+        rows_RD.contiguous(),
+        journey.handle,
+        topk_weights=weight_RK,
+        previous_event=journey.buffer.capture(),
+        async_finish=True,
+        allocate_on_comm_stream=True,
+    )
+    arrived.current_stream_wait()
+    return rows_TD, weight_TK
+
+
+@dataclass
+class LowLatencyPlan:
+    """Without gradients: every expert has a place for each token of each rank, M = P * most_tokens of them.
+
+    Places without a token hold anything: what experts make of it is not brought back.
+    """
+
+    group: ProcessGroup
+    routing: Routing
+    most_tokens: int
+    journey: tuple[Any, Any] | None = None
+
+    def dispatch(self, x_TD: Tensor) -> Rows:
+        check_dtype(x_TD, "deep_ep_low_latency")
+        E, P, D = self.routing.count_E.shape[0], self.group.size(), x_TD.shape[1]
+        buffer = low_latency_buffer(self.group, self.most_tokens, D, E)
+        expert_TK = self.routing.expert_TK.contiguous()
+        x_eMD, _, handle, _, receive = buffer.low_latency_dispatch(
+            x_TD.contiguous(), expert_TK, self.most_tokens, E, use_fp8=False, return_recv_hook=True
+        )
+        self.journey = buffer, handle
+        counts = fixed_counts(self.routing, E // P, P * self.most_tokens)
+        return Rows(x_TD, counts, start=partial(self._receive, receive, x_eMD, counts))
+
+    @counted("exchange.deep_ep_low_latency")
+    def _receive(self, receive: Any, x_eMD: Tensor, counts: RowCounts) -> Rows:
+        receive()
+        return Rows(x_eMD.flatten(0, 1), counts)
+
+    def combine(self, rows: Rows) -> Tensor:
+        assert self.journey is not None
+        buffer, handle = self.journey
+        E, P = self.routing.count_E.shape[0], self.group.size()
+        y_TD, *_ = buffer.low_latency_combine(
+            rows.x.view(E // P, P * self.most_tokens, -1),
+            self.routing.expert_TK.contiguous(),
+            self.routing.weight_TK.float().contiguous(),
+            handle,
+        )
+        return y_TD if rows.onto_TD is None else rows.onto_TD + y_TD
+
+
+def library() -> Any:
+    """DeepEP itself, imported when it is first needed."""
+    import deep_ep
+
+    return deep_ep
+
+
+def check_dtype(x_TD: Tensor, dispatcher: str) -> None:
+    if x_TD.dtype not in getattr(library(), "row_dtypes", (torch.bfloat16,)):  # a stand-in may take others
+        raise ValueError(
+            f"dispatcher {dispatcher!r} moves rows in bfloat16, not in {x_TD.dtype}: choose"
+            " --training.dtype bfloat16, or dispatcher 'local'"
+        )
+
+
+_buffers: dict[tuple[ProcessGroup, int], tuple[tuple[int, ...], Any]] = {}
+"""The buffers of each group, shared by all layers: by the number of experts for the low-latency kernels, 0 for others.
+
+With what a buffer has room for: it is made anew for more.
+"""
+
+
+def normal_buffer(group: ProcessGroup, row_bytes: int) -> Any:
+    made = _buffers.get((group, 0))
+    if made is None or made[0] < (row_bytes,):
+        Buffer, P = library().Buffer, group.size()
+        configs = (Buffer.get_dispatch_config(P), Buffer.get_combine_config(P))
+        nvl = max(config.get_nvl_buffer_size_hint(row_bytes, P) for config in configs)
+        rdma = max(config.get_rdma_buffer_size_hint(row_bytes, P) for config in configs)
+        made = _buffers[group, 0] = (row_bytes,), Buffer(group, nvl, rdma)
+    return made[1]
+
+
+def low_latency_buffer(group: ProcessGroup, most_tokens: int, width: int, num_experts: int) -> Any:
+    made = _buffers.get((group, num_experts))
+    if made is None or made[0][0] < most_tokens or made[0][1] < width:
+        if made is not None:
+            most_tokens, width = max(made[0][0], most_tokens), max(made[0][1], width)
+        Buffer, P = library().Buffer, group.size()
+        num_bytes = Buffer.get_low_latency_rdma_size_hint(most_tokens, width, P, num_experts)
+        buffer = Buffer(group, 0, num_bytes, low_latency_mode=True, num_qps_per_rank=num_experts // P)
+        made = _buffers[group, num_experts] = (most_tokens, width), buffer
+    return made[1]
