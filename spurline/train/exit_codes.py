@@ -25,6 +25,8 @@ class ExitCode(IntEnum):
     """Another rank has failed or is gone; the line says which, and why."""
     WATCHDOG = 6
     """A step took too long, or a rank has fallen silent; the line names the rank that did not arrive."""
+    COPIES_DIFFER = 7
+    """Ranks hold different copies of a tensor that must be the same on all of them."""
     STOPPED = 75
     """A signal has stopped the run after a checkpoint: the same command resumes it (EX_TEMPFAIL of sysexits.h)."""
 
@@ -37,6 +39,10 @@ class RunError(ValueError):
 
 class DivergedError(RunError):
     exit_code = ExitCode.DIVERGED
+
+
+class CopiesDifferError(RunError):
+    exit_code = ExitCode.COPIES_DIFFER
 
 
 class FolderInUseError(RunError):

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from spurline.accelerator import HostCopy
 from spurline.parallel.world import World
+from spurline.train.exit_codes import CopiesDifferError
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -62,7 +63,7 @@ class ReplicaCheck:
             return
         (step, sums_N, differs_N, any_differs), self._under_way = self._under_way, None
         if any_differs.wait().item():
-            raise ValueError(self._describe(step, sums_N.tolist(), differs_N.tolist()))
+            raise CopiesDifferError(self._describe(step, sums_N.tolist(), differs_N.tolist()))
 
     def _find(self, model: nn.Module) -> None:
         meshes = self._world.meshes

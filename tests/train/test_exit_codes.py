@@ -4,9 +4,9 @@ import re
 from pathlib import Path
 
 from spurline.train.exit_codes import (
+    CopiesDifferError,
     DivergedError,
     ExitCode,
-    FolderInUseError,
     LostRankError,
     exit_code_of,
     exit_code_of_signal,
@@ -22,6 +22,6 @@ def test_docs_list_every_code():
 
 
 def test_errors_have_codes_of_their_own():
-    errors = [DivergedError("x"), LostRankError("x"), FolderInUseError("x"), OSError(28, "x"), RuntimeError("x")]
-    assert [exit_code_of(error) for error in errors] == [3, 5, 4, 2, 1]
+    errors = [DivergedError("x"), LostRankError("x"), CopiesDifferError("x"), OSError(28, "x"), RuntimeError("x")]
+    assert [exit_code_of(error) for error in errors] == [3, 5, 7, 2, 1]
     assert (exit_code_of_signal(15, saved=False), exit_code_of_signal(15, saved=True)) == (143, 75)
