@@ -189,6 +189,7 @@ class Watch:
         self._handles: list[Any] = []
         self._forward = ""
         self._backward = ""
+        self._last_output = ""
         self._last_finite = ""
 
     def __enter__(self) -> Watch:
@@ -208,13 +209,15 @@ class Watch:
 
         def look(module: nn.Module, args: Any, output: Any) -> None:
             values = list(tensors_in(output))
-            if not self._forward and not all(map(_is_finite, values)):
+            if not self._forward and all(map(_is_finite, values)):
+                self._last_output = f"{what}, of magnitude {max(map(_largest_finite, values), default=0.0):.3g} at most"
+            elif not self._forward:
                 inputs = list(tensors_in(args))
-                largest = max((_largest_finite(value) for value in inputs), default=0.0)
-                finite = "finite" if all(map(_is_finite, inputs)) else "not finite either"
+                before = f"the one before it was that of {self._last_output}; " if self._last_output else ""
+                its_input = "finite" if all(map(_is_finite, inputs)) else "not finite either"
                 self._forward = (
-                    f"forward: the output of {what} is the first that is not finite; its input is {finite},"
-                    f" of magnitude {largest:.3g} at most; its weights are {_weights(module)}"
+                    f"forward: the output of {what} is the first that is not finite; {before}its input is {its_input},"
+                    f" its weights are {_weights(module)}"
                 )
             for value in values:
                 if value.requires_grad:
