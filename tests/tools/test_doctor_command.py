@@ -45,7 +45,7 @@ def test_kernels_for_the_experts_at_hand(spurline):
     code, out, err = spurline("doctor", "--json", "--dim", "64", "--hidden_dim", "18", "--dtype", "float32")
     assert (code, err) == (0, "")
     kernels = {finding["name"]: finding for finding in json.loads(out)["kernels"]}
-    assert len(kernels) == 4 * 4
+    assert len(kernels) == 4 * 5
     chosen = [name for name, finding in kernels.items() if finding["detail"].startswith("chosen: ")]
     if not torch.accelerator.is_available():
         assert chosen == [
