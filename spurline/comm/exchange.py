@@ -23,6 +23,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from spurline.accelerator import record_event, side_stream_behind
 from spurline.comm.collectives import group_size
 from spurline.comm.conservation import check_rows, check_splits, text_of
+from spurline.ops.float8_rows import pack_rows, unpack_rows
 
 _ops = torch.ops._c10d_functional
 _all_to_all, _wait = _ops.all_to_all_single, _ops.wait_tensor
@@ -37,6 +38,10 @@ class Departure:
     group: dist.ProcessGroup
     ready: torch.Event | None = None
     """When the rows are there, if the exchange is to wait for no more than that (on an accelerator)."""
+    packed_width: int = 0
+    """How many columns of a row travel as float8 (0: rows travel as they are)."""
+    packed_SY: Tensor | None = None
+    """What travels in the rows' place, if they are packed."""
 
     def start(
         self,
@@ -58,24 +63,29 @@ class Departure:
         if output_size is None:
             output_size = rows_SD.size(0) if splits_2P is None else int(splits_2P[1].sum())
         name = self.group.group_name
-        how = rows_SD.detach(), splits_2P, output_size, name, label, check, overlap, returning
+        sent = rows_SD.detach() if self.packed_SY is None else self.packed_SY
+        how = sent, splits_2P, output_size, name, label, check, overlap, returning
         if self.ready is None or not overlap or check == "rows":  # complete when it returns: on the current stream
             started = _start(*how)
         else:
             with side_stream_behind(self.ready, rows_SD.device):
                 started = _start(*how)
             started.record_stream(torch.accelerator.current_stream())  # made on the one, used and freed on the other
-        return InFlight(rows_SD, started, splits_2P, name, label, check, overlap)
+        return InFlight(rows_SD, started, splits_2P, name, label, check, overlap, self.packed_width)
 
 
-def depart(rows_SD: Tensor, group: dist.ProcessGroup, beside: bool = False) -> Departure:
+def depart(rows_SD: Tensor, group: dist.ProcessGroup, beside: bool = False, packed_width: int = 0) -> Departure:
     """Make rows ready to leave; what runs from here to `wait()` overlaps the exchange in the backward pass.
 
     With `beside`, an exchange that starts later on an accelerator waits for these rows only, and runs beside what has
-    been queued since.
+    been queued since. With packed_width, so many columns of a row travel as float8 (`ops/float8_rows.py`); gradients
+    come back as they are.
     """
+    if group_size(group) == 1:
+        return Departure(rows_SD, group, record_event(rows_SD.device) if beside else None)
+    packed_SY = pack_rows(rows_SD.detach(), packed_width) if packed_width else None
     ready = record_event(rows_SD.device) if beside else None
-    return Departure(rows_SD if group_size(group) == 1 else _Begin.apply(rows_SD), group, ready)
+    return Departure(_Begin.apply(rows_SD), group, ready, packed_width, packed_SY)
 
 
 @dataclass(frozen=True)
@@ -90,11 +100,12 @@ class InFlight:
     label: Tensor | None
     check: str
     overlap: bool
+    packed_width: int = 0
 
     def wait(self) -> Tensor:
         if not self.group_name:
             return self.sent
-        how = self.group_name, self.label, self.check, self.overlap
+        how = self.group_name, self.label, self.check, self.overlap, self.packed_width
         return _Finish.apply(self.sent, self.started, self.splits_2P, *how)
 
 
@@ -107,6 +118,7 @@ def start_exchange(
     check: str = "",
     overlap: bool = True,
     returning: bool = False,
+    packed_width: int = 0,
 ) -> InFlight:
     """Start to send splits_2P[0, i] rows to rank i and to receive splits_2P[1, i] from it, in rank order.
 
@@ -115,9 +127,11 @@ def start_exchange(
     process, that is on gloo) or "rows" (compare splits and checksums of all rows; such an exchange is complete when it
     returns). Without `overlap` it is complete when it returns too, in both directions: needed where a graph ends
     between start and wait. `returning` rows are on their way back to be added up: recomputation keeps only those on
-    their way to experts.
+    their way to experts. `packed_width` columns travel as float8 (see `depart`).
     """
-    return depart(rows_SD, group).start(splits_2P, output_size, label, check, overlap, returning)
+    return depart(rows_SD, group, packed_width=packed_width).start(
+        splits_2P, output_size, label, check, overlap, returning
+    )
 
 
 def exchange_rows(
@@ -158,6 +172,7 @@ class _Finish(Function):
         label: Tensor | None,
         check: str,
         overlap: bool,
+        packed_width: int,
     ) -> Tensor:
         if torch.compiler.is_compiling():
             ctx.save_for_backward(splits_2P, label)
@@ -165,7 +180,8 @@ class _Finish(Function):
             # Not among the saved tensors: a recomputed forward stops at the last of those, and need not wait for this.
             ctx.splits_and_label = splits_2P, label
         ctx.num_sent, ctx.group_name, ctx.check, ctx.overlap = sent_SD.shape[0], group_name, check, overlap
-        return _wait(started)
+        received = _wait(started)
+        return unpack_rows(received, packed_width, sent_SD.shape[1], sent_SD.dtype) if packed_width else received
 
     @staticmethod
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
@@ -180,7 +196,7 @@ class _Finish(Function):
             # Anomaly detection reads every gradient as soon as it is returned.
             if not torch.compiler.is_compiling() and torch.is_anomaly_enabled():
                 grad_SD = _wait(grad_SD)
-        return grad_SD, *[None] * 6
+        return grad_SD, *[None] * 7
 
 
 def _is_differentiated_again() -> bool:

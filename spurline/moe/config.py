@@ -14,6 +14,7 @@ _CHOICES = {
     "aux_loss": ("none", "batch", "sequence"),
     "equal_split": ("off", "adaptive", "forced"),
     "overflow": ("drop_last", "drop_lowest_weight", "grow"),
+    "exchange_dtype": ("same", "float8"),
 }
 
 
@@ -84,6 +85,9 @@ class MoEConfig:
     overflow: Literal["drop_last", "drop_lowest_weight", "grow"] = field(default="drop_last", metadata=ADDED_LATER)
     """Dispatcher capacity: of an expert's rows that have no place, drop those of the last tokens, or of the lowest
     weights; grow drops the last and raises the factor to what was needed whenever a step is logged."""
+    exchange_dtype: Literal["same", "float8"] = field(default="same", metadata=ADDED_LATER)
+    """Across ranks: rows travel to their experts in the dtype of activations, or as float8 with a scale each: half of
+    the bytes of bfloat16, rounded by up to 6%. What comes back, and gradients, travel as they are."""
 
     def problems(self) -> list[str]:
         """Everything that is wrong with this config, one sentence each; empty when it is sound."""
@@ -115,6 +119,8 @@ class MoEConfig:
         )
         if self.dispatcher in ("capacity", *LIBRARIES) and self.equal_split != "off":
             found.append(f"equal_split {self.equal_split!r} is for dispatcher local, not for {self.dispatcher}")
+        if self.dispatcher in ("capacity", *LIBRARIES) and self.exchange_dtype != "same":
+            found.append(f"exchange_dtype {self.exchange_dtype!r} is for dispatcher local, not for {self.dispatcher}")
         if self.shared_gate and not self.num_shared_experts:
             found.append("shared_gate needs num_shared_experts above 0")
         if self.num_groups > 1:

@@ -78,6 +78,8 @@ class ExchangePlan:
     weigh_before: bool
     group: ProcessGroup
     route: Route | PendingRoute
+    packs: bool = False
+    """Whether rows travel to their experts as float8."""
 
     def dispatch(self, x_TD: Tensor) -> Rows:
         """Starts the exchange; the rows are waited for when experts ask for them.
@@ -91,7 +93,7 @@ class ExchangePlan:
         else:
             rows_SX = gather_weighted_rows(x_TD, self.token_S, self.weight_S)
         is_pending, width = isinstance(self.route, PendingRoute), x_TD.shape[1]
-        departure = depart(rows_SX, self.group, beside=is_pending)
+        departure = depart(rows_SX, self.group, beside=is_pending, packed_width=width if self.packs else 0)
         if is_pending:
             return Rows(rows_SX, self.route.counts, start=partial(self._start, departure, width))
         return self._start(departure, width)
@@ -171,6 +173,7 @@ class AllToAllDispatcher:
             weigh_before=self.config.score_before_experts,
             group=self.group,
             route=route,
+            packs=self.config.exchange_dtype == "float8",
         )
 
     def _route(self, routing: Routing) -> tuple[Tensor, Route | PendingRoute]:

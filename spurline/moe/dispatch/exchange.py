@@ -90,7 +90,8 @@ class EqualSplitExchange:
         }
     )
     def start(self, departure: Departure) -> PaddedInFlight:
-        return PaddedInFlight(self._start(departure.rows_SD, self.send_index_S), self.receive_index_R)
+        started = self._start(departure.rows_SD, self.send_index_S, packed_width=departure.packed_width)
+        return PaddedInFlight(started, self.receive_index_R)
 
     def inverse(self, rows_RD: Tensor) -> Tensor:
         return PaddedInFlight(self._start(rows_RD, self.receive_index_R, True), self.send_index_S).wait()
@@ -99,9 +100,9 @@ class EqualSplitExchange:
     def num_padded(self) -> int:
         return self.group.size() * self.largest_split
 
-    def _start(self, rows_RD: Tensor, index_R: Tensor, returning: bool = False) -> InFlight:
+    def _start(self, rows_RD: Tensor, index_R: Tensor, returning: bool = False, packed_width: int = 0) -> InFlight:
         padded_RD = scatter_add_rows(rows_RD, index_R, self.num_padded)
-        how = self.label, self.check, self.overlap, returning
+        how = self.label, self.check, self.overlap, returning, packed_width
         return start_exchange(padded_RD, None, self.group, self.num_padded, *how)
 
 
