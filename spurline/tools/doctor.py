@@ -29,7 +29,7 @@ group backends, compilers, and which kernel computes experts of a given size.
 Whatever is unavailable is listed as off, with the reason and how to enable it."""
 # extra: (its packages, what they are for)
 EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
-    "hf": (("safetensors", "tokenizers"), "Hugging Face checkpoints and tokenizers"),
+    "hf": (("safetensors", "tokenizers", "jinja2"), "Hugging Face checkpoints and tokenizers"),
     "data": (("pyarrow", "datasets"), "Parquet and Hugging Face datasets"),
     "images": (("pillow",), "image data"),
     "tensorboard": (("tensorboard",), "TensorBoard event files"),
@@ -82,6 +82,7 @@ def examine(command: Command) -> dict[str, list[Finding]]:
         "backends": _backends(),
         "compile": _compile(),
         "kernels": _kernels(command),
+        "dispatchers": _dispatchers(),
     }
 
 
@@ -182,6 +183,23 @@ def _accelerators() -> list[Finding]:
         peak = peak_flops(device, torch.bfloat16)
         known = f"{peak / 1e12:.0f} TFLOP/s in bfloat16" if peak else "peak FLOP/s unknown, so MFU is not reported"
         findings.append(Finding(str(device), True, f"{name}, {known}"))
+    return findings
+
+
+def _dispatchers() -> list[Finding]:
+    from spurline.moe.dispatch.libraries import LIBRARIES, missing_library
+    from spurline.moe.registry import DISPATCHERS
+
+    findings = []
+    for name in DISPATCHERS:
+        library = LIBRARIES.get(name)
+        if library is None:
+            findings.append(Finding(name, True, "needs nothing but PyTorch"))
+        elif missing_library(name):
+            hint = f"from {library.source}, NVIDIA GPUs only"
+            findings.append(Finding(name, False, f"{library.name} is not installed", hint))
+        else:
+            findings.append(Finding(name, True, f"by {library.name}"))
     return findings
 
 

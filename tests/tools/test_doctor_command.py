@@ -24,7 +24,7 @@ def test_the_table_is_aligned_and_says_what_works(spurline):
     assert (code, err) == (0, "")
     lines = out.splitlines()
     headings = [line for line in lines if not line.startswith(" ")]
-    assert headings == ["versions", "extras", "devices", "backends", "compile", "kernels"]
+    assert headings == ["versions", "extras", "devices", "backends", "compile", "kernels", "dispatchers"]
     rows = [re.fullmatch(r"  (ok |off)  (.+?)  +(\S.*)", line) for line in lines if re.match(r"  \S", line)]
     assert all(rows)
     assert len({row.start(3) for row in rows}) == 1
