@@ -20,6 +20,7 @@ from spurline.parallel.world import joined_world
 from spurline.train.allocator import keep_freed_memory
 from spurline.train.checkpoint.manager import CheckpointManager
 from spurline.train.checkpoint.signature import read_key
+from spurline.train.freezing import num_trained
 from spurline.train.loop import Position, TrainingLoop
 from spurline.train.metrics.logger import MetricsLogger
 from spurline.train.metrics.writers import open_writers
@@ -138,6 +139,10 @@ def describe(config_name: str, trainer: Trainer, start: Position, keeps_memory: 
     ]
     if trainer.config.compile.enable and has_separate_expert_units(trainer.model):
         lines.append("experts are separate FSDP units, so blocks with experts compile into several graphs")
+    if (trained := num_trained(trainer.model)) < model.num_params():
+        lines.append(
+            f"trained: {trained / 1e6:.2f}M parameters ({trained / model.num_params():.1%}); the rest is frozen"
+        )
     if start.step:
         lines.append(f"resuming from the checkpoint of step {start.step}")
     return lines

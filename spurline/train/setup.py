@@ -15,6 +15,7 @@ from spurline.parallel.compile import compile_function
 from spurline.parallel.fsdp import Sharding
 from spurline.parallel.model import parallelize_model
 from spurline.parallel.world import World
+from spurline.train.freezing import freeze
 from spurline.train.loss import make_loss_sum
 from spurline.train.metrics.timing import StepTimer, watch_layers
 
@@ -45,6 +46,7 @@ def build_model(config: RunConfig[Any], world: World, draw_weights: bool = True)
     """
     with torch.device("meta"):
         model: nn.Module = config.model.build()
+    freeze(model, config.training.freeze)
     per_param_mesh = False if config.debug.separate_expert_units else None
     remat, sharding = config.activation_checkpoint.mode, sharding_of(config)
     parallelize_model(model, world.meshes, remat, config.compile, per_param_mesh, sharding)
