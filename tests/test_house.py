@@ -22,6 +22,7 @@ FLOORS = [
     ["spurline.models"],
     ["spurline.parallel"],
     ["spurline.data", "spurline.moe"],
+    ["spurline.lora"],
     ["spurline.comm", "spurline.config", "spurline.device"],
     ["spurline.accelerator", "spurline.hardware", "spurline.ops", "spurline.parameter_rules"],
     ["spurline.registry", "spurline.typed_json", "spurline.version"],

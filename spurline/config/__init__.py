@@ -5,6 +5,7 @@
 
 from spurline.config.data import Data
 from spurline.config.layout import ActivationCheckpoint, Comm, Compile, Parallelism
+from spurline.config.lora import Lora
 from spurline.config.model import ModelConfig, ParallelFacts
 from spurline.config.output import Checkpoint, Debug, Job, Metrics, Profile
 from spurline.config.run import RunConfig
@@ -19,6 +20,7 @@ __all__ = [
     "Debug",
     "Job",
     "LRScheduler",
+    "Lora",
     "Metrics",
     "ModelConfig",
     "Optimizer",

@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 from spurline.config.checks import not_finite
 from spurline.config.data import Data
 from spurline.config.layout import ActivationCheckpoint, Comm, Compile, Parallelism
+from spurline.config.lora import Lora
 from spurline.config.model import ModelConfig
 from spurline.config.output import Checkpoint, Debug, Job, Metrics, Profile
 from spurline.config.training import LRScheduler, Optimizer, Training
@@ -28,6 +29,7 @@ class RunConfig(Generic[M]):
     training: Training = field(default_factory=Training)
     optimizer: Optimizer = field(default_factory=Optimizer)
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
+    lora: Lora = field(default_factory=Lora, metadata=ADDED_LATER)
     parallelism: Parallelism = field(default_factory=Parallelism)
     comm: Comm = field(default_factory=Comm, metadata=ADDED_LATER)
     compile: Compile = field(default_factory=Compile)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from spurline.comm.gradients import local
 from spurline.comm.sequence import SequenceShard
 from spurline.comm.sequence_parallel import SequenceParallel
+from spurline.lora.adapters import Adaptable, product
 from spurline.moe.config import MoEConfig
 from spurline.moe.registry import make_dispatcher, make_experts, make_router
 from spurline.ops.draw import drawn_in_blocks, fill_truncated_normal
@@ -18,7 +19,7 @@ from spurline.ops.functional import swiglu
 from spurline.ops.skinny_matmul import skinny_linear
 
 
-class SharedExperts(nn.Module):
+class SharedExperts(Adaptable):
     """The experts every token visits: one SwiGLU as wide as all of them together, maybe weighed by a gate."""
 
     def __init__(self, config: MoEConfig, init_std: float = 0.02, output_std: float | None = None) -> None:
@@ -34,13 +35,20 @@ class SharedExperts(nn.Module):
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator | None) -> None:
         fill_truncated_normal(tensor, self.std[name], generator)
 
+    def adaptable_weights(self) -> tuple[str, ...]:
+        return ("w1_FD", "w3_FD", "w2_DF")
+
     def forward(self, x_TD: Tensor) -> Tensor:
         """(T, D) -> (T, D)."""
-        linear = nn.functional.linear if torch.is_grad_enabled() else skinny_linear
-        w1_FD, w3_FD, w2_DF = local(self.w1_FD), local(self.w3_FD), local(self.w2_DF)
         dtype = x_TD.dtype
-        hidden_TF = swiglu(linear(x_TD, w1_FD.to(dtype)), linear(x_TD, w3_FD.to(dtype)))
-        y_TD = linear(hidden_TF, w2_DF.to(dtype))
+        if self.scale_of:
+            w1, w3, w2 = map(self.weight_of, self.adaptable_weights())
+            y_TD = product(swiglu(product(x_TD, w1), product(x_TD, w3)), w2)
+        else:
+            linear = nn.functional.linear if torch.is_grad_enabled() else skinny_linear
+            w1_FD, w3_FD, w2_DF = local(self.w1_FD), local(self.w3_FD), local(self.w2_DF)
+            hidden_TF = swiglu(linear(x_TD, w1_FD.to(dtype)), linear(x_TD, w3_FD.to(dtype)))
+            y_TD = linear(hidden_TF, w2_DF.to(dtype))
         if self.gate_1D is None:
             return y_TD
         return y_TD * nn.functional.linear(x_TD, local(self.gate_1D).to(dtype)).sigmoid()

@@ -16,6 +16,7 @@ from spurline.data import check_data
 from spurline.models import family_configs
 from spurline.parallel.degrees import degree_problems
 from spurline.tools.parsing import UserPackage, described, load_user_code, parse, split_options, wants_help
+from spurline.train.base_model import base_problems
 from spurline.train.checkpoint.folder import CheckpointFolder
 
 PROG = "spurline train"
@@ -117,6 +118,7 @@ def run_problems(config: RunConfig[Any]) -> list[str]:
     found = config.problems() + check_data(config.data) + folder_problems(config.job.dump_folder)
     if config.checkpoint.enable and not found:
         found += folder_problems(str(CheckpointFolder(config.job.dump_folder).path))
+    found += base_problems(config)
     if not config.parallelism.problems():
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         found += degree_problems(config.parallelism, world_size, model=config.model, training=config.training)

@@ -103,7 +103,7 @@ class TrainingLoop:
         with self.logger.throughput.paused():
             self.trainer.tally.read()
             self.position = Position(step, self.trainer.tally.tokens_seen)
-            extra = {"tokens_seen": self.position.tokens_seen, "validation_loss": loss}
+            extra = {"tokens_seen": self.position.tokens_seen, "validation_loss": loss, **self.trainer.base}
             self.checkpoints.save(step, self.trainer.model, self.trainer.optimizer, extra)
 
     def should_stop(self) -> bool:

@@ -18,6 +18,7 @@ from spurline.parallel.compile_cache import remove_broken_libraries
 from spurline.parallel.fsdp import has_separate_expert_units
 from spurline.parallel.world import joined_world
 from spurline.train.allocator import keep_freed_memory
+from spurline.train.base_model import check_base, load_base
 from spurline.train.checkpoint.manager import CheckpointManager
 from spurline.train.checkpoint.signature import read_key
 from spurline.train.freezing import num_trained
@@ -46,9 +47,11 @@ def train(module: str, config_name: str, config: RunConfig[Any]) -> Path:
             make_folder(folder)
         world.wait_for_all()
         checkpoints = open_checkpoints(folder, config, progress.log)
+        if config.lora.rank:
+            trainer.base = load_base(trainer.model, config)
         start = resume(trainer, checkpoints) if config.checkpoint.enable else None
         if start is None:
-            initialize_parameters(trainer.model, config.training.seed)
+            initialize_parameters(trainer.model, config.training.seed, only_adapters=bool(config.lora.rank))
             start = Position()
         for line in describe(config_name, trainer, start, keeps_memory):
             progress.log(line)
@@ -119,6 +122,8 @@ def resume(trainer: Trainer, checkpoints: CheckpointManager) -> Position | None:
     if loaded is None:
         return None
     step, extra = loaded
+    if trainer.base:
+        check_base(extra, trainer.base, f"{checkpoints.folder}, step {step}")
     checkpoints.restore_random(step, trainer.config.training.seed)
     tokens_seen = extra.get("tokens_seen")
     if type(tokens_seen) is not int:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from spurline.config import RunConfig
 from spurline.data import DataSets, open_data
+from spurline.lora.attach import attach_adapters
 from spurline.models.common.init import initialize_buffers, initialize_parameters
 from spurline.parallel.compile import compile_function
 from spurline.parallel.fsdp import Sharding
@@ -46,6 +47,8 @@ def build_model(config: RunConfig[Any], world: World, draw_weights: bool = True)
     """
     with torch.device("meta"):
         model: nn.Module = config.model.build()
+    if config.lora.rank:
+        attach_adapters(model, config.lora.rank, config.lora.alpha, config.lora.targets)
     freeze(model, config.training.freeze)
     per_param_mesh = False if config.debug.separate_expert_units else None
     remat, sharding = config.activation_checkpoint.mode, sharding_of(config)

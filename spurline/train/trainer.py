@@ -45,6 +45,8 @@ class Trainer:
     optimizer: torch.optim.Optimizer
     loss_sum: Callable[[Tensor, Tensor], Tensor]
     timer: StepTimer = field(default_factory=StepTimer)
+    base: dict[str, Any] = field(default_factory=dict)
+    """What checkpoints say of the weights that adapters are trained on; empty without adapters."""
     tally: StepTally = field(init=False)
     _prefetcher: Prefetcher[list[Batch]] | None = field(default=None, init=False)
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spurline.lora.adapters import LowRank
 from spurline.moe.kernels.choose import kernel_named
 from spurline.moe.kernels.kernel import Kernel
 from spurline.moe.rows import RowCounts
@@ -27,8 +28,11 @@ class Products:
     weight_R: Tensor | None = None
     """The routing weight of each row, if the formula is to apply it."""
 
-    def matmul(self, rows_RI: Tensor, w_eOI: Tensor) -> Tensor:
+    def matmul(self, rows_RI: Tensor, w_eOI: Tensor | LowRank) -> Tensor:
         """(R, I) and (e, O, I) -> (R, O): each row times the transposed matrix of its expert, in the rows' dtype."""
+        if isinstance(w_eOI, LowRank):
+            low_Rr = self.matmul(rows_RI, w_eOI.a) * w_eOI.scale
+            return self.matmul(rows_RI, w_eOI.weight) + self.matmul(low_Rr, w_eOI.b)
         return grouped_matmul(rows_RI, w_eOI.to(rows_RI.dtype), self._count_e(rows_RI), self.kernel.name)
 
     def per_row(self, b_eO: Tensor, rows_RI: Tensor) -> Tensor:
