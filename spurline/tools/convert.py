@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,11 +23,13 @@ usage: spurline convert from-hf PATH OUT [options]
        spurline convert to-hf RUN OUT [options]
        spurline convert merge RUN OUT [options]
        spurline convert to-peft RUN OUT [options]
+       spurline convert upcycle DENSE OUT [options]
 
   from-hf  Import a Hugging Face model as a run folder, to train or generate from.
   to-hf    Export a checkpoint of a run as a Hugging Face model.
   merge    Fold the adapters (LoRA) of a run into the weights of its base model.
   to-peft  Export the adapters of a run in the format of peft.
+  upcycle  Make a mixture of experts of a dense model.
 
 `spurline convert from-hf --help` and so on show their options."""
 FROM_HF = """\
@@ -61,6 +63,15 @@ adapter_config.json and adapter_model.safetensors.
 
 examples
   spurline convert to-peft outputs/qwen_lora qwen-adapter --base_model Qwen/Qwen3-30B-A3B"""
+UPCYCLE = """\
+Make a mixture of experts of a dense model, a run folder or a Hugging Face folder, as the
+new run folder OUT. Experts are copies of its feed-forward layers: without --noise the
+new model computes what the dense one does, and training makes experts differ.
+
+examples
+  spurline convert upcycle outputs/dense outputs/moe --experts 8 --top_k 2 --verify
+  spurline convert upcycle Qwen3-0.6B outputs/qwen_moe --experts 16 --top_k 4 --split 2
+  spurline train --config-file outputs/moe/config.json"""
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) *([KMG]?)B?", re.IGNORECASE)
 
 
@@ -114,11 +125,39 @@ class ToPeft(OfAdapters):
     """What adapter_config.json names as the base model: a folder, or a name on the Hugging Face Hub."""
 
 
+@dataclass(frozen=True)
+class Upcycle:
+    """Options of upcycling."""
+
+    experts: int = 8
+    """Experts of each layer."""
+    top_k: int = 2
+    """Experts a token visits."""
+    split: int = 1
+    """Cut each copy into this many experts along its hidden width; --experts and --top_k must be multiples."""
+    noise: float = 0.0
+    """Standard deviation of noise on the copies, relative to each matrix (0: the function of the dense model)."""
+    router_std: float = 0.02
+    """Standard deviation of the gates' initial weights."""
+    dense_layers: int = 0
+    """Number of first layers that stay dense."""
+    seed: int = 0
+    """Random seed of gates and noise."""
+    verify: Annotated[bool, tyro.conf.FlagCreatePairsOff, described()] = False
+    """Compare logits with those of the dense model; without --noise, write only if they are the same."""
+    step: Annotated[int | None, described("N")] = None
+    """Step of the dense run's checkpoint (default: the newest)."""
+    sign_key_file: Annotated[str, described("FILE")] = ""
+    """Refuse a checkpoint that was not signed with this key (--checkpoint.sign_key_file of the run)."""
+    import_: UserPackage = ""
+
+
 _DIRECTIONS: dict[str, tuple[Any, str, str]] = {
     "from-hf": (FromHF(), FROM_HF, "PATH"),
     "to-hf": (ToHF(), TO_HF, "RUN"),
     "merge": (Merge(), MERGE, "RUN"),
     "to-peft": (ToPeft(), TO_PEFT, "RUN"),
+    "upcycle": (Upcycle(), UPCYCLE, "DENSE"),
 }
 
 
@@ -187,6 +226,12 @@ def _convert(command: Any, source: Path, out: Path) -> list[str]:
         from spurline.train.checkpoint.signature import read_key
 
         return export_adapters(source, out, command.step, command.base_model, read_key(command.sign_key_file))
+    if isinstance(command, Upcycle):
+        from spurline.hf.upcycling import Recipe, upcycle
+        from spurline.train.checkpoint.signature import read_key
+
+        recipe = Recipe(**{field.name: getattr(command, field.name) for field in fields(Recipe)})
+        return upcycle(source, out, recipe, command.verify, command.step, read_key(command.sign_key_file))
     dtype = None if command.dtype == "keep" else getattr(torch, command.dtype)
     if isinstance(command, Merge):
         from spurline.hf.merging import merge_run
