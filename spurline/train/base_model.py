@@ -34,8 +34,8 @@ def base_problems(config: RunConfig[Any]) -> list[str]:
         if of_base.lora.rank:
             return [f"{about} that run has adapters itself; fold them in with `spurline convert merge`"]
         base_step(config)
-    except ConfigError:
-        return [f"{about} its config.json can't be read"]
+    except ConfigError as error:
+        return [f"{about} {error.problems[0]}"]
     except ValueError as error:
         return [f"{about} {error}"]
     return []
