@@ -16,8 +16,12 @@ FLOORS = [
     ["spurline.bench"],
     ["spurline.testing"],
     ["spurline.simulate"],
-    ["spurline.hf", "spurline.report"],
+    ["spurline.hf.peft", "spurline.hf.upcycling"],
+    # which read and write checkpoints
+    ["spurline.hf.importing", "spurline.hf.exporting", "spurline.hf.merging", "spurline.report"],
+    ["spurline.hf.verify"],
     ["spurline.train"],
+    ["spurline.hf"],  # reading a folder: a run may start from one
     ["spurline.config_io", "spurline.plugins"],
     ["spurline.models"],
     ["spurline.parallel"],

@@ -8,6 +8,7 @@ from spurline.config.layout import ActivationCheckpoint, Comm, Compile, Parallel
 from spurline.config.lora import Lora
 from spurline.config.model import ModelConfig, ParallelFacts
 from spurline.config.output import Checkpoint, Debug, Job, Metrics, Profile
+from spurline.config.precision import Precision
 from spurline.config.run import RunConfig
 from spurline.config.training import LRScheduler, Optimizer, Training
 
@@ -26,6 +27,7 @@ __all__ = [
     "Optimizer",
     "ParallelFacts",
     "Parallelism",
+    "Precision",
     "Profile",
     "RunConfig",
     "Training",

@@ -12,6 +12,7 @@ from spurline.config.layout import ActivationCheckpoint, Comm, Compile, Parallel
 from spurline.config.lora import Lora
 from spurline.config.model import ModelConfig
 from spurline.config.output import Checkpoint, Debug, Job, Metrics, Profile
+from spurline.config.precision import Precision
 from spurline.config.training import LRScheduler, Optimizer, Training
 from spurline.typed_json import ADDED_LATER
 
@@ -33,6 +34,7 @@ class RunConfig(Generic[M]):
     parallelism: Parallelism = field(default_factory=Parallelism)
     comm: Comm = field(default_factory=Comm, metadata=ADDED_LATER)
     compile: Compile = field(default_factory=Compile)
+    precision: Precision = field(default_factory=Precision, metadata=ADDED_LATER)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     data: Data = field(default_factory=Data)
@@ -52,11 +54,15 @@ class RunConfig(Generic[M]):
                 found.append(f"{section.name}.{problem}" if about_an_option else f"{section.name}: {problem}")
         if self.data.kind == "pictures" and not hasattr(self.model, "vision"):
             found.append("data.kind pictures needs a model with a vision encoder, such as --module qwen3_vl")
+        if self.lora.rank and self.checkpoint.initial_load_path:
+            found.append("checkpoint.initial_load_path is not for runs with adapters: lora.base names their weights")
         if self.checkpoint.keep_best and not (self.metrics.validation_batches and self.data.validation_fraction):
             found.append(
                 "checkpoint.keep_best needs a validation loss: set metrics.validation_batches and"
                 " data.validation_fraction above 0"
             )
+        if self.training.on_loss_spike == "step_back" and not self.checkpoint.enable:
+            found.append("training.on_loss_spike step_back needs checkpoints: set checkpoint.enable")
         local, total = self.training.local_batch_size, self.training.global_batch_size
         if local > 0 and total > 0 and total % local:
             found.append(f"training.global_batch_size {total} is not a multiple of training.local_batch_size {local}")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from spurline.comm.gradients import local
-from spurline.ops.skinny_matmul import linear
+from spurline.ops.low_precision import LowPrecision, linear
 
 A, B = "_lora_a", "_lora_b"
 _NONE: dict[str, float] = {}  # no MappingProxyType: while tracing, torch 2.13 takes an empty one for true
@@ -84,12 +84,12 @@ def is_adapter(name: str) -> bool:
     return name.endswith((A, B))
 
 
-def product(x: Tensor, weight: Tensor | LowRank) -> Tensor:
-    """(..., I) and (O, I) -> (..., O), in the dtype of x."""
+def product(x: Tensor, weight: Tensor | LowRank, precision: LowPrecision | None = None) -> Tensor:
+    """(..., I) and (O, I) -> (..., O), in the dtype of x; `precision` is that of the weight, not of its adapter."""
     if isinstance(weight, Tensor):
-        return linear(x, weight.to(x.dtype))
-    low = linear(x, weight.a.to(x.dtype)) * weight.scale
-    return linear(x, weight.weight.to(x.dtype)) + linear(low, weight.b.to(x.dtype))
+        return linear(x, weight.to(x.dtype), precision)
+    low = linear(x, weight.a.to(x.dtype), None) * weight.scale
+    return linear(x, weight.weight.to(x.dtype), precision) + linear(low, weight.b.to(x.dtype), None)
 
 
 def whole(weight: Tensor | LowRank) -> Tensor:

@@ -16,11 +16,14 @@ from spurline.moe.config import MoEConfig
 from spurline.moe.registry import make_dispatcher, make_experts, make_router
 from spurline.ops.draw import drawn_in_blocks, fill_truncated_normal
 from spurline.ops.functional import swiglu
-from spurline.ops.skinny_matmul import skinny_linear
+from spurline.ops.low_precision import LowPrecision, linear
 
 
 class SharedExperts(Adaptable):
     """The experts every token visits: one SwiGLU as wide as all of them together, maybe weighed by a gate."""
+
+    precision: LowPrecision | None = None
+    """How matrices are multiplied, if not in the dtype of the tokens; the gate always is."""
 
     def __init__(self, config: MoEConfig, init_std: float = 0.02, output_std: float | None = None) -> None:
         super().__init__()
@@ -43,12 +46,12 @@ class SharedExperts(Adaptable):
         dtype = x_TD.dtype
         if self.scale_of:
             w1, w3, w2 = map(self.weight_of, self.adaptable_weights())
-            y_TD = product(swiglu(product(x_TD, w1), product(x_TD, w3)), w2)
+            hidden_TF = swiglu(product(x_TD, w1, self.precision), product(x_TD, w3, self.precision))
+            y_TD = product(hidden_TF, w2, self.precision)
         else:
-            linear = nn.functional.linear if torch.is_grad_enabled() else skinny_linear
-            w1_FD, w3_FD, w2_DF = local(self.w1_FD), local(self.w3_FD), local(self.w2_DF)
-            hidden_TF = swiglu(linear(x_TD, w1_FD.to(dtype)), linear(x_TD, w3_FD.to(dtype)))
-            y_TD = linear(hidden_TF, w2_DF.to(dtype))
+            w1_FD, w3_FD, w2_DF = local(self.w1_FD).to(dtype), local(self.w3_FD).to(dtype), local(self.w2_DF).to(dtype)
+            hidden_TF = swiglu(linear(x_TD, w1_FD, self.precision), linear(x_TD, w3_FD, self.precision))
+            y_TD = linear(hidden_TF, w2_DF, self.precision)
         if self.gate_1D is None:
             return y_TD
         return y_TD * nn.functional.linear(x_TD, local(self.gate_1D).to(dtype)).sigmoid()

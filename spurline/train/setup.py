@@ -12,9 +12,11 @@ from spurline.config import RunConfig
 from spurline.data import DataSets, open_data
 from spurline.lora.attach import attach_adapters
 from spurline.models.common.init import initialize_buffers, initialize_parameters
+from spurline.moe.experts.experts import Experts
 from spurline.parallel.compile import compile_function
 from spurline.parallel.fsdp import Sharding
 from spurline.parallel.model import parallelize_model
+from spurline.parallel.precision import convert_layers
 from spurline.parallel.world import World
 from spurline.train.freezing import freeze
 from spurline.train.loss import make_loss_sum
@@ -50,6 +52,8 @@ def build_model(config: RunConfig[Any], world: World, draw_weights: bool = True)
     if config.lora.rank:
         attach_adapters(model, config.lora.rank, config.lora.alpha, config.lora.targets)
     freeze(model, config.training.freeze)
+    convert_layers(model, config.precision, world.device)
+    check_backends(model, world.device, getattr(torch, config.training.dtype))
     per_param_mesh = False if config.debug.separate_expert_units else None
     remat, sharding = config.activation_checkpoint.mode, sharding_of(config)
     parallelize_model(model, world.meshes, remat, config.compile, per_param_mesh, sharding)
@@ -59,6 +63,15 @@ def build_model(config: RunConfig[Any], world: World, draw_weights: bool = True)
         initialize_parameters(model, config.training.seed)
     model.compute_dtype = getattr(torch, config.training.dtype)
     return model
+
+
+def check_backends(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """A ValueError if experts are to be computed by a kernel that can't do it here: now, and not in the first step."""
+    if device.type == "meta":
+        return
+    for module in model.modules():
+        if isinstance(module, Experts):
+            module.check_backend(device.type, dtype)
 
 
 def sharding_of(config: RunConfig[Any]) -> Sharding:

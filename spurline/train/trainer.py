@@ -23,14 +23,17 @@ from spurline.device import is_accelerator, use_device
 from spurline.moe.balance import set_token_weight, update_expert_bias
 from spurline.parallel.fsdp import reduce_gradients
 from spurline.parallel.world import World
+from spurline.train.bad_steps import BadSteps
+from spurline.train.fingerprint import fingerprint
 from spurline.train.loss import count_real_tokens
 from spurline.train.metrics.step_metrics import StepMetrics
 from spurline.train.metrics.tally import StepTally
 from spurline.train.metrics.timing import StepTimer
 from spurline.train.optimizer.build import build_optimizer
-from spurline.train.optimizer.clip import clip_gradients
+from spurline.train.optimizer.clip import clip_gradients, gradient_norms
 from spurline.train.optimizer.masked import step_unless
 from spurline.train.optimizer.schedule import learning_rate, set_learning_rate
+from spurline.train.position import Position
 from spurline.train.routing_record import RoutingRecord
 from spurline.train.setup import build_loss, build_model, build_timer, open_data_for_model, set_up_torch
 
@@ -48,12 +51,17 @@ class Trainer:
     timer: StepTimer = field(default_factory=StepTimer)
     base: dict[str, Any] = field(default_factory=dict)
     """What checkpoints say of the weights that adapters are trained on; empty without adapters."""
+    start: Position = field(default_factory=Position, init=False)
+    """Where the run began or was resumed; the data of a step is counted from here."""
     tally: StepTally = field(init=False)
+    bad_steps: BadSteps = field(init=False)
     routing: RoutingRecord | None = field(default=None, init=False)
+    _fingerprint: dict[str, Any] | None = field(default=None, init=False)
     _prefetcher: Prefetcher[list[Batch]] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self.tally = StepTally(self.config, self.device)
+        self.bad_steps = BadSteps(self)
+        self.tally = StepTally(self.device, self.bad_steps.report)
         if self.config.debug.record_routing or self.config.debug.replay_routing:
             self.routing = RoutingRecord(self.model, self.config, self.world, self.global_batch_size)
 
@@ -68,10 +76,27 @@ class Trainer:
             return training.global_batch_size
         return training.local_batch_size * self.world.data_size
 
+    def fingerprint(self) -> dict[str, Any]:
+        """Options and data that change the run, computed once."""
+        if self._fingerprint is None:
+            self._fingerprint = fingerprint(self.config, self.global_batch_size, self.data)
+        return self._fingerprint
+
+    def resume_at(self, position: Position) -> None:
+        """Continue with the step and the sequence after `position`."""
+        self.start, self.tally.tokens_seen = position, position.tokens_seen
+
+    def first_sequence(self, step: int) -> int:
+        """The position in the data at which a step begins."""
+        return self.start.sequences_seen + (step - 1 - self.start.step) * self.global_batch_size
+
+    def position_after(self, step: int) -> Position:
+        return Position(step, self.tally.tokens_seen, self.first_sequence(step + 1))
+
     def step(self, step: int) -> StepMetrics:
         """Take optimizer step number `step`, counted from 1, and read nothing from the device.
 
-        A step that is not finite leaves weights, optimizer and balance as they are; reading its metrics raises.
+        A step that is not finite leaves weights, optimizer and balance as they are; reading its metrics reports it.
         """
         config = self.config
         lr = learning_rate(step, config.training.steps, config.optimizer.lr, config.lr_scheduler)
@@ -84,8 +109,11 @@ class Trainer:
         with self.routing.step(step) if self.routing else nullcontext():
             loss = self.accumulate_gradients(micro_batches, num_tokens)
         with self.timer.phase("optimizer"):
-            grad_norm = clip_gradients(self.model.parameters(), config.training.max_grad_norm, self.world.group)
+            parameters, max_norm = list(self.model.parameters()), config.training.max_grad_norm
+            norms_P = gradient_norms(parameters)
+            grad_norm = clip_gradients(parameters, max_norm, self.world.group, norms_P=norms_P)
             failed = self.tally.note(step, num_tokens, loss, grad_norm)
+            self.bad_steps.note(failed, norms_P)
             step_unless(failed, self.optimizer)
             self.optimizer.zero_grad()
             update_expert_bias(self.model, self.world.group, unless=failed)
@@ -107,6 +135,7 @@ class Trainer:
             with self.timer.phase("backward"):
                 loss.backward()
             total += loss.detach()
+            self.bad_steps.note_micro_batch(loss)
         return self.world.sum_over_data(total)
 
     def loss_of(self, batch: Batch) -> Tensor:
@@ -131,7 +160,7 @@ class Trainer:
     def micro_batches_on_host(self, step: int) -> list[Batch]:
         """The same in host memory, pinned where a device is to copy it."""
         size, world = self.config.training.local_batch_size, self.world
-        first = (step - 1) * self.global_batch_size + world.data_rank * size
+        first = self.first_sequence(step) + world.data_rank * size
         starts = range(first, first + self.global_batch_size, size * world.data_size)
         batches = [self.data.train.batch(start, size) for start in starts]
         return [batch.pin_memory() for batch in batches] if is_accelerator(self.device) else batches

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from spurline.moe.experts.experts import Experts
-from spurline.moe.kernels.grouped import Products
+from spurline.moe.kernels.products import Products
 from spurline.ops.functional import swiglu
 
 

@@ -12,6 +12,7 @@ from spurline.config import (
     LRScheduler,
     Optimizer,
     Parallelism,
+    Precision,
     RunConfig,
     Training,
 )
@@ -70,6 +71,7 @@ class Cell:
     separate_expert_units: bool = False
     micro_batches: int = 1
     dtype: str = "float32"
+    precision: str = "none"
     seq_len: int = 12
     clip: bool = False
 
@@ -90,6 +92,7 @@ class Cell:
         parts += ["separate expert units"] * self.separate_expert_units
         parts += [f"{self.micro_batches} micro-batches"] * (self.micro_batches > 1)
         parts += [self.dtype] * (self.dtype != default.dtype)
+        parts += [self.precision] * (self.precision != default.precision)
         parts += [f"length {self.seq_len}"] * (self.seq_len != default.seq_len) + ["clip"] * self.clip
         return ", ".join(parts) or "defaults"
 
@@ -128,6 +131,7 @@ def run_config(cell: Cell, model: Any) -> RunConfig[Any]:
         lr_scheduler=LRScheduler(warmup_steps=0, decay_ratio=0.0),
         parallelism=Parallelism(cell.replicate, -1, cell.tp, cell.ep, cell.etp),
         compile=Compile(enable=cell.compile != "off", backend=cell.compile),
+        precision=Precision(recipe=cell.precision),  # type: ignore[arg-type]
         activation_checkpoint=ActivationCheckpoint(mode=cell.remat),  # type: ignore[arg-type]
         debug=Debug(separate_expert_units=cell.separate_expert_units),
     )
@@ -154,6 +158,7 @@ def reference_config(config: RunConfig[Any]) -> RunConfig[Any]:
         training=replace(config.training, local_batch_size=SEQUENCES_A_STEP, dtype="float32"),
         parallelism=Parallelism(),
         compile=Compile(),
+        precision=Precision(),
         activation_checkpoint=ActivationCheckpoint(),
         debug=Debug(),
     )
@@ -173,6 +178,8 @@ def cell_problems(cell: Cell, model: Any) -> list[str]:
     if isinstance(moe, MoEConfig):
         if moe.experts_backend == "bmm" and not (moe.force_load_balance and cell.compile == "off"):
             found.append("experts_backend bmm needs forced balance, without compile")
+        if moe.experts_backend == "stream" and cell.precision != "none":
+            found.append(f"experts_backend stream does not round operands, as {cell.precision} does")
         if moe.aux_loss == "batch" and cell.micro_batches > 1:
             found.append("aux_loss batch depends on the micro-batch size, so it can't be compared with micro-batches")
     if not found:
