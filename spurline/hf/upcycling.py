@@ -90,7 +90,7 @@ def upcycle(
             dir=out.absolute().parent if out.absolute().parent.is_dir() else None
         ) as folder:
             imported = Path(folder) / "imported"
-            messages = import_folder(source, imported)[:-1]
+            messages = [line for line in import_folder(source, imported) if str(imported) not in line]
             return messages + _upcycle_run(imported, out, recipe, verify, None, None)
     return _upcycle_run(source, out, recipe, verify, step, sign_key)
 

@@ -17,6 +17,7 @@ from spurline.models.common.init import initialize_buffers, initialize_parameter
 from spurline.parallel.world import World
 from spurline.train.base_model import load_base
 from spurline.train.checkpoint.manager import CheckpointManager
+from spurline.train.initial_weights import load_initial_weights
 from spurline.train.optimizer.build import build_optimizer
 from spurline.train.trainer import Trainer, make_trainer
 
@@ -72,7 +73,7 @@ def sweep(
     """One run of `num_steps` for each rate, with the run's own batch size; yields its losses. All ranks together.
 
     The rate climbs over the first fifth of the steps and then stays. Each run begins with the weights that the run
-    itself would begin with: those of the newest checkpoint in its folder, of the base model, or of the seed.
+    itself would begin with: of the newest checkpoint in its folder, of a folder or base model that it names, or drawn.
     """
     trainer = make_trainer(config, world, draw_weights=False)
     checkpoints = CheckpointManager(config.job.dump_folder, interval=1, keep_latest_k=0, say=say)
@@ -83,6 +84,8 @@ def sweep(
             load_base(trainer.model, config)
         if newest is not None:
             checkpoints.load(newest, trainer.model, None)
+        elif config.checkpoint.initial_load_path:
+            load_initial_weights(trainer)
         else:
             initialize_parameters(trainer.model, config.training.seed, only_adapters=bool(config.lora.rank))
         yield Trial(lr, list(_losses(_with_rate(trainer, lr, num_steps))), num_steps)
