@@ -9,7 +9,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help train quick test test-slow verify lint types unit format release clean
+.PHONY: help train quick test test-slow verify soak soak-runs lint types unit format release clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -46,6 +46,12 @@ test-slow: $(READY)  ## run the slow tests, and property tests with new random e
 
 verify: $(READY)  ## compare every parallel configuration with one process
 	$(BIN)/spurline verify --full
+
+soak: $(READY)  ## about 15 minutes of random faults on 4 ranks under torchrun, against a run without
+	$(BIN)/python -m spurline.testing.soak faults --faults 100 --seconds 900 $(ARGS)
+
+soak-runs: $(READY)  ## 200 complete runs on 2 ranks in a row, none of which may abort
+	$(BIN)/python -m spurline.testing.soak runs --runs 200 --seconds 7200 $(ARGS)
 
 format: $(READY)  ## fix lint and formatting, like pre-commit
 	$(BIN)/ruff check --fix .

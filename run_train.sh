@@ -7,6 +7,7 @@
 # MODULE    model family                                       (default deepseek_v3)
 # CONFIG    preset of that family; see `spurline configs`      (default deepseek_v3_debugmodel)
 # LOG_RANK  ranks whose output is shown, comma-separated       (default 0)
+# RESTARTS  how often torchrun starts all ranks again after one has failed (default 0)
 # All arguments are passed to `spurline train`.
 set -euo pipefail
 cd "$(dirname "$0")"
@@ -15,8 +16,13 @@ NGPU=${NGPU:-2}
 MODULE=${MODULE:-deepseek_v3}
 CONFIG=${CONFIG:-deepseek_v3_debugmodel}
 LOG_RANK=${LOG_RANK:-0}
+RESTARTS=${RESTARTS:-0}
 if ! [[ $NGPU =~ ^[1-9][0-9]*$ ]]; then
     echo "run_train.sh: NGPU must be a number of ranks, got '$NGPU'" >&2
+    exit 2
+fi
+if ! [[ $RESTARTS =~ ^[0-9]+$ ]]; then
+    echo "run_train.sh: RESTARTS must be a number, got '$RESTARTS'" >&2
     exit 2
 fi
 
@@ -33,4 +39,5 @@ WORLD_SIZE=$NGPU "${bin}spurline" "${train[@]}" --dry-run >/dev/null
 # CPU ranks share the cores: one thread each. This is torchrun's default too, but it prints a warning.
 if ((NGPU > 1)); then export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}; fi
 exec "${bin}torchrun" --nproc-per-node "$NGPU" --rdzv-backend c10d --rdzv-endpoint localhost:0 \
+    --max-restarts "$RESTARTS" --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
     --local-ranks-filter "$LOG_RANK" --role rank --tee 3 -m spurline "${train[@]}"

@@ -62,8 +62,8 @@ def use_device(device: torch.device) -> None:
         torch.accelerator.set_device_index(device.index)
 
 
-def start_process_group(device: torch.device, timeout_seconds: int = 0) -> None:
-    """Initialize torch.distributed from torchrun's environment, with the backend of the device: gloo on CPUs.
+def start_process_group(device: torch.device, timeout_seconds: int, store: dist.Store, rank: int, size: int) -> None:
+    """Initialize torch.distributed with the backend of the device: gloo on CPUs.
 
     A collective fails after timeout_seconds (0: the backend's default) without one of the ranks.
     """
@@ -71,6 +71,9 @@ def start_process_group(device: torch.device, timeout_seconds: int = 0) -> None:
     dist.init_process_group(
         dist.get_default_backend_for_device(device),
         timeout=timedelta(seconds=timeout_seconds) if timeout_seconds else None,
+        store=store,
+        rank=rank,
+        world_size=size,
         device_id=device if is_accelerator(device) else None,
     )
 

@@ -2,7 +2,9 @@
 
 import io
 import json
+import os
 import random
+import signal
 import sys
 from typing import NamedTuple
 
@@ -13,6 +15,7 @@ from spurline import config_io
 from spurline.cli import main
 from spurline.train import run as run_module
 from spurline.train.checkpoint.manager import CheckpointManager
+from spurline.train.exit_codes import ExitCode
 from spurline.train.trainer import Trainer
 
 PRESET = ["--module", "deepseek_v3", "--config", "deepseek_v3_debugmodel"]
@@ -292,10 +295,30 @@ def test_interrupt_is_one_line_and_keeps_what_was_written(train, folder, monkeyp
     assert [record["step"] for record in metrics_of(folder / "run")] == [1, 2]
 
 
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130), ("SIGHUP", 129), ("SIGUSR1", 138)])
+def test_signal_ends_the_run_after_its_step_with_a_code_of_its_own(train, folder, monkeypatch, name, code):
+    number, take_step = getattr(signal, name), Trainer.step
+
+    def signalled(self, step):
+        if step == 3:
+            os.kill(os.getpid(), number)
+        return take_step(self, step)
+
+    monkeypatch.setattr(Trainer, "step", signalled)
+    stopped = train("--metrics.sample_tokens", "0")
+    assert (stopped.code, stopped.err) == (code, "")
+    assert f"stopped after step 3 ({name} received); checkpoints are off, so it can't be resumed" in stopped.out
+
+    stopped = train(*CHECKPOINT, "--checkpoint.interval", "100", "--job.dump_folder", "saved")
+    assert stopped.code == ExitCode.STOPPED
+    assert f"stopped after step 3 ({name} received); run the same command to resume" in stopped.out
+    assert [path.name for path in (folder / "saved" / "checkpoints").iterdir()] == ["step-00000003"]
+
+
 def test_step_that_is_not_finite_ends_the_run_in_one_line_and_keeps_the_metrics(train, folder):
     no_schedule = ["--lr_scheduler.warmup_steps", "0", "--lr_scheduler.decay_ratio", "0"]
     code, _, err, _ = train(*no_schedule, "--optimizer.lr", "1e38")
-    assert code == 2
+    assert code == ExitCode.DIVERGED
     assert len(err.splitlines()) == 1
     assert err.startswith("spurline train: step 2: the loss is nan")
     assert "Try a lower --optimizer.lr (now 1e+38)" in err
@@ -311,7 +334,7 @@ def test_step_that_is_not_finite_is_told_with_the_next_reading_and_never_saved(t
     no_schedule = ["--lr_scheduler.warmup_steps", "0", "--lr_scheduler.decay_ratio", "0"]
     no_validation = ["--metrics.validation_batches", "0"]
     code, _, err, _ = train(*no_schedule, *no_validation, *options, "--optimizer.lr", "1e38", "--checkpoint.enable")
-    assert code == 2
+    assert code == ExitCode.DIVERGED
     assert err.startswith("spurline train: step 2: the loss is nan")
     assert len(err.splitlines()) == 1
     assert [record["step"] for record in metrics_of(folder / "run")] == logged
@@ -321,7 +344,7 @@ def test_step_that_is_not_finite_is_told_with_the_next_reading_and_never_saved(t
 def test_validation_that_is_not_finite_ends_the_run_before_a_checkpoint_or_a_sample(train, folder):
     no_schedule = ["--lr_scheduler.warmup_steps", "0", "--lr_scheduler.decay_ratio", "0"]
     code, out, err, _ = train(*no_schedule, "--optimizer.lr", "1e38", "--training.steps", "1", "--checkpoint.enable")
-    assert code == 2
+    assert code == ExitCode.DIVERGED
     assert err.startswith("spurline train: step 1: the validation loss is nan. Try a lower --optimizer.lr")
     assert len(err.splitlines()) == 1
     assert "sample" not in out

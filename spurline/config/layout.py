@@ -47,9 +47,13 @@ class Comm:
     timeout_seconds: int = 0
     """Fail when a collective has waited this long for a rank (0: PyTorch's default, 600 with nccl, 1800 with gloo).
     The first step compiles, and a checkpoint is written by all: leave time for both."""
+    watchdog_seconds: int = field(default=0, metadata=ADDED_LATER)
+    """End the run when a step takes this long or a rank falls silent, and name the rank that did not arrive (0: on
+    several ranks, 20 times the median step and at least 300; -1: never). The first step, validation and checkpoints
+    have 6 times as long."""
 
     def problems(self) -> list[str]:
-        return at_least(self, timeout_seconds=0)
+        return at_least(self, timeout_seconds=0, watchdog_seconds=-1)
 
 
 @dataclass(frozen=True)

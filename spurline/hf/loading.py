@@ -59,7 +59,10 @@ class FolderWeights:
     @torch.no_grad()
     def load(self, model: nn.Module) -> None:
         """Fill this rank's part of every parameter and persistent buffer."""
-        for name, tensor in model.state_dict(keep_vars=True).items():
+        tensors = model.state_dict(keep_vars=True)
+        if unknown := sorted(tensors.keys() - self._slots.keys()):
+            raise ValueError(f"the model has {unknown[0]}, and a Hugging Face folder can't have it")
+        for name, tensor in tensors.items():
             part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             if part.numel():
                 fill_box(part, self._slots[name], own_box(tensor), self._stored)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,6 +17,9 @@ from spurline.config import Parallelism
 from spurline.device import is_accelerator, pick_device, start_process_group
 from spurline.parallel.degrees import Degrees, resolve_degrees
 from spurline.parallel.mesh import Meshes, build_meshes
+from spurline.parallel.rendezvous import Meeting, meet, refuse_different_options
+
+_SECONDS_TO_ABANDON = 3.0
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,8 @@ class World:
     """None when there is one rank: then nothing is shared."""
     host_group: dist.ProcessGroup | None = None
     """All ranks, for collectives on host memory; None when there is one rank."""
+    meeting: Meeting | None = None
+    """Where the ranks have met, if `joined_world` has started the process group."""
 
     @staticmethod
     def alone(device: str = "auto") -> World:
@@ -74,11 +80,16 @@ class World:
 
 
 @contextmanager
-def joined_world(parallelism: Parallelism, device: str = "auto", timeout_seconds: int = 0) -> Iterator[World]:
+def joined_world(
+    parallelism: Parallelism,
+    device: str = "auto",
+    timeout_seconds: int = 0,
+    options: Callable[[], Mapping[str, str]] = dict,
+) -> Iterator[World]:
     """Join the other ranks, if torchrun started any, for as long as the block lasts.
 
     `device` is an option of training (auto, cpu, ...); a collective fails after timeout_seconds (0: PyTorch's default)
-    without one of the ranks.
+    without one of the ranks. A ValueError on all ranks if their `options` differ.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
@@ -86,9 +97,11 @@ def joined_world(parallelism: Parallelism, device: str = "auto", timeout_seconds
         return
     own_device = pick_device(device)
     degrees = resolve_degrees(parallelism, size)
-    started_here = not dist.is_initialized()
-    if started_here:
-        start_process_group(own_device, timeout_seconds)
+    meeting = None
+    if not dist.is_initialized():
+        meeting = meet(timeout_seconds)
+        refuse_different_options(meeting, options())
+        start_process_group(own_device, timeout_seconds, meeting.store, meeting.rank, meeting.size)
     try:
         meshes = build_meshes(degrees, own_device.type)
         host_group = dist.new_group(backend="gloo") if is_accelerator(own_device) else meshes.world_group
@@ -96,7 +109,22 @@ def joined_world(parallelism: Parallelism, device: str = "auto", timeout_seconds
             for group in (*meshes.groups(), host_group):
                 # New groups have the default of their backend, not that of the first one.
                 dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_seconds), group)
-        yield World(own_device, degrees, meshes, host_group)
-    finally:
-        if started_here:
+        yield World(own_device, degrees, meshes, host_group, meeting)
+        if meeting is not None:
+            dist.barrier()  # nobody closes connections that another rank still uses
             dist.destroy_process_group()
+    except BaseException:
+        if meeting is not None:
+            _abandon_groups()
+        raise
+
+
+def _abandon_groups() -> None:
+    """Destroy the process groups of a run that has failed, so that the other ranks notice.
+
+    They may be inside a collective that this rank will never join, and groups of some backends wait for it: so only
+    for a few seconds.
+    """
+    thread = threading.Thread(target=dist.destroy_process_group, daemon=True)
+    thread.start()
+    thread.join(_SECONDS_TO_ABANDON)

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 SECONDS_FOR_THE_FIRST_RANK = 10.0
 
 
-def complain(prog: str, problems: list[str]) -> int:
-    """Print all problems to stderr, one line each; returns the exit code of a usage error, 2."""
+def complain(prog: str, problems: list[str], code: int = 2) -> int:
+    """Print all problems to stderr, one line each; returns the exit code, by default that of a usage error."""
     rank = os.environ.get("RANK", "0")
     if rank != "0":
         # Under torchrun all ranks usually find the same problems. Rank 0 prints them and exits, whereupon torchrun
@@ -22,7 +22,7 @@ def complain(prog: str, problems: list[str]) -> int:
         print(f"{prog}: {problems[0]}", file=sys.stderr)
     else:
         print("\n  ".join([f"{prog}: {len(problems)} problems", *problems]), file=sys.stderr)
-    return 2
+    return code
 
 
 def human(number: float, units: Sequence[str] = ("", "K", "M", "B", "T")) -> str:

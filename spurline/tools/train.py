@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+import traceback
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,8 @@ from spurline.config_io import ConfigError, to_json
 from spurline.hardware import hardware_named
 from spurline.tools.console import complain, gib, human, human_flops
 from spurline.tools.options import PROG, resolve
+from spurline.train.exit_codes import ExitCode, exit_code_of
+from spurline.train.launcher import die_with_launcher, end_process, is_launched, record_error
 
 
 def main(argv: list[str]) -> int:
@@ -32,10 +35,28 @@ def main(argv: list[str]) -> int:
 
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for characters that the terminal can't encode
+    if not is_launched():
+        return run(command.module, command.config, run_config)
+    die_with_launcher()
+    try:
+        code = run(command.module, command.config, run_config)
+    except Exception as error:
+        traceback.print_exc()
+        record_error(f"{type(error).__name__}: {error}", traceback.format_exc())
+        code = exit_code_of(error)
+    end_process(code)
+
+
+def run(module: str, config_name: str, run_config: RunConfig[Any]) -> int:
+    """Train, and write the report; errors that are messages to the user are printed. Returns the exit code."""
     try:
         from spurline.train.run import train  # imports torch, which is slow: only once the options are valid
 
-        folder = train(command.module, command.config, run_config)
+        if faults := os.environ.get("SPURLINE_FAULTS"):
+            from spurline.testing.faults import install
+
+            install(faults)
+        folder, code = train(module, config_name, run_config)
         is_first = os.environ.get("RANK", "0") == "0"
         if is_first and run_config.metrics.report and (folder / "metrics.jsonl").is_file():
             from spurline.tools.report import write_report
@@ -45,14 +66,14 @@ def main(argv: list[str]) -> int:
             except OSError as error:  # the run itself is complete
                 print(f"{PROG}: the report was not written: {error.strerror or error}", file=sys.stderr)
     except ConfigError as error:  # what only the built model can tell
-        return complain(PROG, error.problems)
+        return end_with(error.problems)
     except ValueError as error:
         if not raised_by_us(error):
             raise
-        return complain(PROG, [str(error)])
+        return end_with([str(error)], exit_code_of(error))
     except OSError as error:
         where = error.filename or run_config.job.dump_folder
-        return complain(PROG, [f"{where}: {error.strerror or error}"])
+        return end_with([f"{where}: {error.strerror or error}"], exit_code_of(error))
     except KeyboardInterrupt:
         print(f"{PROG}: interrupted", file=sys.stderr)
         return 130
@@ -62,8 +83,14 @@ def main(argv: list[str]) -> int:
         library = broken_library(str(error))
         if not library:
             raise
-        return complain(PROG, [f"the compile cache is damaged: remove {library} and run the same command again"])
-    return 0
+        return end_with([f"the compile cache is damaged: remove {library} and run the same command again"])
+    return code
+
+
+def end_with(problems: list[str], code: int = ExitCode.USAGE) -> int:
+    """Print the problems and tell the launcher of them; returns the exit code."""
+    record_error("\n".join(problems))
+    return complain(PROG, problems, code)
 
 
 def raised_by_us(error: BaseException) -> bool:

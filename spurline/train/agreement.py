@@ -19,16 +19,15 @@ class Agreement:
         self._under_way: tuple[torch.Tensor, dist.Work] | None = None
 
     def exchange(self, *facts: int) -> list[int]:
-        """Say which facts are true here; returns which of those said at the last call were true on any rank.
+        """Say facts, as numbers (0: nothing); returns the largest of each over the ranks, as said at the last call.
 
-        All ranks must call it equally often, with the same facts in the same order. A fact may be a number of one rank,
-        with 0 on all others.
+        All ranks must call it equally often, with the same facts in the same order.
         """
         if self._group is None:
             return list(facts)
         known = self.finish() or [0] * len(facts)
         said = torch.tensor(facts, dtype=torch.int32)
-        work = dist.all_reduce(said, group=self._group, async_op=True)
+        work = dist.all_reduce(said, dist.ReduceOp.MAX, group=self._group, async_op=True)
         assert work is not None
         self._under_way = said, work
         return known

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 
 from spurline.train.agreement import Agreement
@@ -17,6 +18,7 @@ from spurline.train.step_back import SpikeWatch
 from spurline.train.stop_signal import StopSignal
 from spurline.train.trainer import Trainer
 from spurline.train.validation import has_validation, validation_loss
+from spurline.train.watchdog import STEP
 
 
 class TrainingLoop:
@@ -34,9 +36,11 @@ class TrainingLoop:
         stop_signal: StopSignal,
         position: Position,
         spikes: SpikeWatch,
+        mark: Callable[[int, str], None] = lambda step, phase: None,
     ) -> None:
+        """`mark` is told which phase of which step begins."""
         self.trainer, self.logger, self.checkpoints = trainer, logger, checkpoints
-        self.stop_signal, self.position = stop_signal, position
+        self.stop_signal, self.position, self.mark = stop_signal, position, mark
         self.config = config = trainer.config
         self.last_step = min(config.debug.stop_after or config.training.steps, config.training.steps)
         self.profiler = make_profiler(trainer)
@@ -45,13 +49,14 @@ class TrainingLoop:
         self.spike_began = 0
         """The step at which a loss spike began whose steps are to be taken back; the run stops for that."""
         self.agreement = Agreement(trainer.world.host_group)
+        self.stopped_by = 0  # the signal that any rank has received
 
     @property
     def is_finished(self) -> bool:
         return self.position.step >= self.last_step
 
     def run(self) -> None:
-        """Take the steps until the last one, SIGTERM, or a loss spike whose steps are to be taken back."""
+        """Take the steps until the last one, a signal, or a loss spike whose steps are to be taken back."""
         steps = range(self.position.step + 1, self.last_step + 1)
         with self.trainer.prefetching(steps):
             for step in steps:
@@ -71,6 +76,7 @@ class TrainingLoop:
                     self.save(step, loss)
                 if stopping and step < self.last_step:
                     break
+        self.mark(self.position.step, "end")
         if self.profiler:
             self.profiler.finish()
         self.agreement.finish()
@@ -79,6 +85,7 @@ class TrainingLoop:
         self.checkpoints.wait()
 
     def step(self, step: int) -> StepMetrics:
+        self.mark(step, STEP)
         with self.trainer.timer.step(), self.profiler.step(step) if self.profiler else nullcontext():
             metrics = self.trainer.step(step)
         self.position = self.trainer.position_after(step)
@@ -92,6 +99,7 @@ class TrainingLoop:
         return due and has_validation(self.trainer)
 
     def validate(self) -> float | None:
+        self.mark(self.position.step, "validation")
         with self.logger.throughput.paused():
             return validation_loss(self.trainer)
 
@@ -107,6 +115,7 @@ class TrainingLoop:
 
     def save(self, step: int, loss: float | None) -> None:
         """Write a checkpoint; a ValueError instead if a step since the last reading was not finite."""
+        self.mark(step, "checkpoint")
         with self.logger.throughput.paused():
             self.trainer.tally.read()
             self.position = self.trainer.position_after(step)
@@ -115,16 +124,17 @@ class TrainingLoop:
             self.checkpoints.save(step, self.trainer.model, self.trainer.optimizer, extra)
 
     def should_stop(self, spike_began: int = 0) -> bool:
-        """Whether SIGTERM has reached any rank; raises what a checkpoint in the background failed with.
+        """Whether a signal has reached any rank; raises what a checkpoint in the background failed with.
 
         Several ranks learn of it with the step after the one in which it came; so they do of a loss spike, which the
         first rank has found.
         """
-        stopping, failed, self.spike_began = self.agreement.exchange(
-            self.stop_signal.requested, self.checkpoints.failed, spike_began
+        self.stopped_by, failed, began, began_again = self.agreement.exchange(
+            self.stop_signal.received, self.checkpoints.failed, max(0, spike_began), max(0, -spike_began)
         )
+        self.spike_began = began - began_again
         if failed:
             self.checkpoints.wait()
-        if stopping:  # a spike is for the next start
+        if self.stopped_by:  # a spike is for the next start
             self.spike_began = 0
-        return bool(stopping)
+        return self.stopped_by != 0

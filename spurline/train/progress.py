@@ -44,6 +44,7 @@ class Progress:
             None  # step and time of the first update, from which the ETA is computed
         )
         self._live: Live | None = None
+        self.listener: Callable[[str], None] = lambda message: None  # hears every message, on all ranks
         if enabled:
             from rich.console import Console
 
@@ -63,6 +64,7 @@ class Progress:
 
     def log(self, message: str) -> None:
         """Print a message, above the live line if there is one."""
+        self.listener(message)
         if self._enabled:
             self._console.print(message, markup=False, highlight=False, soft_wrap=True)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,35 +25,55 @@ from spurline.train.checkpoint.manager import CheckpointManager
 from spurline.train.checkpoint.ranks import Ranks
 from spurline.train.checkpoint.signature import read_key
 from spurline.train.crash_loop import CrashLoop, StepBack
+from spurline.train.exit_codes import ExitCode, exit_code_of_signal
 from spurline.train.fingerprint import check_fingerprint
 from spurline.train.freezing import num_trained
+from spurline.train.guards import Guard
 from spurline.train.initial_weights import load_initial_weights
 from spurline.train.loop import TrainingLoop
 from spurline.train.metrics.logger import MetricsLogger
 from spurline.train.metrics.writers import open_writers
 from spurline.train.position import Position, stored_position
 from spurline.train.progress import Progress
-from spurline.train.run_folder import check_run_folder, make_run_folder, set_aside
+from spurline.train.rank_options import options_of_rank
+from spurline.train.run_folder import check_run_folder, make_run_folder, overwrite, set_aside
 from spurline.train.sample import append_sample, sample_text
 from spurline.train.step_back import SpikeWatch, step_back
 from spurline.train.stop_signal import StopSignal
 from spurline.train.trainer import Trainer, make_trainer
 
 
-def train(module: str, config_name: str, config: RunConfig[Any]) -> Path:
-    """Run the whole job and return its folder: config.json, metrics.jsonl and, if asked for, checkpoints."""
+class Ended(NamedTuple):
+    """How a run has ended that did not fail."""
+
+    folder: Path
+    exit_code: int = ExitCode.FINISHED
+
+
+def train(module: str, config_name: str, config: RunConfig[Any]) -> Ended:
+    """Run the whole job, which fills its folder: config.json, metrics.jsonl and, if asked for, checkpoints."""
     folder = Path(config.job.dump_folder)
     keeps_memory = config.training.keep_freed_memory and keep_freed_memory()
     with (
-        joined_world(config.parallelism, config.training.device, config.comm.timeout_seconds) as world,
+        joined_world(
+            config.parallelism,
+            config.training.device,
+            config.comm.timeout_seconds,
+            lambda: options_of_rank(module, config_name, config),
+        ) as world,
         Progress(config.training.steps, enabled=world.is_first) as progress,
+        Guard(world, folder, config.comm.watchdog_seconds, progress) as guard,
+        ExitStack() as signals,
     ):
         if config.compile.enable and config.compile.backend == "inductor":
             for path in remove_broken_libraries():
                 progress.log(f"removed {path} from the compile cache: a killed process had left it incomplete")
         Ranks().first(lambda: check_run_folder(folder, config.job, config.checkpoint.enable))
         trainer = make_trainer(config, world, draw_weights=False)
-        Ranks().first(lambda: make_run_folder(folder, config.job))
+        Ranks().first(lambda: make_run_folder(folder))
+        stop_signal = signals.enter_context(StopSignal())
+        guard.own_folder(trainer)
+        Ranks().first(lambda: overwrite(folder, config.job))
         checkpoints = open_checkpoints(folder, config, progress.log)
         if config.lora.rank:
             trainer.base = load_base(trainer.model, config)
@@ -70,16 +91,19 @@ def train(module: str, config_name: str, config: RunConfig[Any]) -> Path:
             progress.log(line)
         if world.is_first:
             config_io.save(folder / "config.json", module, config_name, config)
-        spikes = SpikeWatch(trainer, progress.log)
-        loop = take_steps(trainer, checkpoints, progress, start, crashes, spikes)
+        spikes, mark = SpikeWatch(trainer, progress.log), guard.watchdog.mark
+        loop = take_steps(trainer, checkpoints, progress, start, crashes, spikes, stop_signal, mark)
         while loop.spike_began:
             checkpoints = open_checkpoints(folder, config, progress.log)
             start = step_back(trainer, checkpoints, loop.spike_began, loop.position, progress.log)
-            loop = take_steps(trainer, checkpoints, progress, start, crashes, spikes)
+            loop = take_steps(trainer, checkpoints, progress, start, crashes, spikes, stop_signal, mark)
         if loop.is_finished and config.metrics.sample_tokens:
+            mark(config.training.steps, "sample")
             write_sample(trainer, folder, progress)
         progress.log(f"run folder: {folder}")
-    return folder
+    if loop.is_finished:
+        return Ended(folder)
+    return Ended(folder, exit_code_of_signal(loop.stopped_by, config.checkpoint.enable))
 
 
 def take_steps(
@@ -89,8 +113,10 @@ def take_steps(
     start: Position,
     crashes: CrashLoop | None,
     spikes: SpikeWatch,
+    stop_signal: StopSignal,
+    mark: Callable[[int, str], None],
 ) -> TrainingLoop:
-    """Take the steps that are left and write their metrics, until the last one, SIGTERM, or a loss spike."""
+    """Take the steps that are left and write their metrics, until the last one, a signal, or a loss spike."""
     config, is_first = trainer.config, trainer.world.is_first
     trainer.resume_at(start)
     trainer.bad_steps.folder, trainer.bad_steps.say = Path(config.job.dump_folder), progress.log
@@ -99,9 +125,9 @@ def take_steps(
             config.job.dump_folder, config.metrics, asdict(config), start.step or None, is_first, progress.log
         ) as writers,
         closing(checkpoints),
-        StopSignal() as stop_signal,
     ):
-        loop = TrainingLoop(trainer, MetricsLogger(trainer, writers, progress), checkpoints, stop_signal, start, spikes)
+        logger = MetricsLogger(trainer, writers, progress)
+        loop = TrainingLoop(trainer, logger, checkpoints, stop_signal, start, spikes, mark)
         if crashes and is_first:
             crashes.start(start.step)
         with crashes.recorded(Ranks().rank, lambda: loop.position.step + 1) if crashes else nullcontext():
@@ -109,7 +135,8 @@ def take_steps(
         if not loop.is_finished and not loop.spike_began:
             can_resume = config.checkpoint.enable
             hint = "run the same command to resume" if can_resume else "checkpoints are off, so it can't be resumed"
-            progress.log(f"stopped after step {loop.position.step} (SIGTERM received); {hint}")
+            name = signal.Signals(loop.stopped_by).name
+            progress.log(f"stopped after step {loop.position.step} ({name} received); {hint}")
     return loop
 
 

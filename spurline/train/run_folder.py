@@ -27,12 +27,15 @@ def check_run_folder(folder: Path, job: Job, resumes: bool) -> None:
         )
 
 
-def make_run_folder(folder: Path, job: Job) -> None:
-    """Make the folder; with --job.overwrite, remove the checkpoints in it."""
+def make_run_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"job.dump_folder {folder}: can't make this folder: {error.strerror}") from None
+
+
+def overwrite(folder: Path, job: Job) -> None:
+    """With --job.overwrite, remove the checkpoints in the folder, which must be this job's own."""
     # torchrun starts the same command again after a failure, which then resumes.
     if job.overwrite and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Stop a run cleanly on SIGTERM."""
+"""Stop a run cleanly when a signal asks for it."""
 
 from __future__ import annotations
 
@@ -7,23 +7,39 @@ import threading
 from types import FrameType
 from typing import Any
 
+# SIGTERM: schedulers and torchrun. SIGINT: Ctrl-C. SIGHUP: a closed terminal. SIGUSR1: notices of preemption.
+_NAMES = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
+STOP_SIGNALS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))
+
 
 class StopSignal:
-    """Within this context, the first SIGTERM only sets `requested`; a second one ends the process immediately."""
+    """Within this context, the first of these signals is only noted; a second one ends the process immediately.
+
+    A signal that was ignored before (SIGHUP under nohup) stays ignored.
+    """
 
     def __init__(self) -> None:
-        self.requested = False
-        self._before: Any = None
+        self.received = 0
+        """The number of the signal; 0 if there was none."""
+        self._before: dict[int, Any] = {}
+
+    @property
+    def requested(self) -> bool:
+        return self.received != 0
 
     def __enter__(self) -> StopSignal:
         if threading.current_thread() is threading.main_thread():  # Python allows signal handlers in no other thread
-            self._before = signal.signal(signal.SIGTERM, self._note)
+            for number in STOP_SIGNALS:
+                if signal.getsignal(number) != signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGTERM, self._before)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.requested = True
-        signal.signal(number, signal.SIG_DFL)
+        self.received = number
+        for handled in self._before:
+            signal.signal(handled, signal.SIG_DFL)

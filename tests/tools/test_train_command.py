@@ -10,6 +10,7 @@ from spurline import models
 from spurline.config_io import load
 from spurline.models.deepseek_v3.configs import deepseek_v3_debugmodel
 from spurline.tools.console import human, human_flops
+from spurline.train.run import Ended
 
 
 @pytest.fixture
@@ -21,7 +22,7 @@ def trainer(monkeypatch):
         stub.calls.append(args)
         if stub.error is not None:
             raise stub.error
-        return Path("where no run is")
+        return Ended(Path("where no run is"))
 
     stub.train = train
     monkeypatch.setitem(sys.modules, "spurline.train.run", stub)

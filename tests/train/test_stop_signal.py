@@ -4,7 +4,9 @@ import subprocess
 import sys
 import threading
 
-from spurline.train.stop_signal import StopSignal
+import pytest
+
+from spurline.train.stop_signal import STOP_SIGNALS, StopSignal
 
 
 def test_first_sigterm_is_only_noted_and_the_handler_is_given_back():
@@ -14,6 +16,34 @@ def test_first_sigterm_is_only_noted_and_the_handler_is_given_back():
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.requested
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS, ids=lambda number: number.name)
+def test_each_signal_is_noted_by_its_number(number):
+    with StopSignal() as stop:
+        os.kill(os.getpid(), number)
+        assert stop.received == number
+
+
+def test_signal_that_was_ignored_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with StopSignal() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.requested
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_another_signal_as_the_second_ends_the_process_too():
+    code = (
+        "import os, signal; from spurline.train.stop_signal import StopSignal\n"
+        "with StopSignal() as stop:\n"
+        "    os.kill(os.getpid(), signal.SIGUSR1); print(stop.requested, flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGINT); print('still here', flush=True)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (-signal.SIGINT, "True\n")
 
 
 def test_second_sigterm_ends_the_process_at_once():

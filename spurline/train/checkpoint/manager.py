@@ -28,6 +28,7 @@ from spurline.train.checkpoint.state import (
     model_tensors,
     optimizer_tensors,
 )
+from spurline.train.exit_codes import DivergedError, RunError
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import SavePlanner
@@ -148,7 +149,7 @@ class CheckpointManager:
 
         try:
             if not_finite := self._not_finite(state, ranks):
-                raise ValueError(f"{not_finite}. The run has diverged: lower the learning rate, or look at the data")
+                raise DivergedError(f"{not_finite}. The run has diverged: lower the learning rate, or look at the data")
             ranks.first(self._prepare_folder)
             files = write_state(state, self._files.temporary(record.step), ranks, planner)
             ranks.first(lambda: self._publish(replace(record, files=files)))
@@ -157,7 +158,8 @@ class CheckpointManager:
                 shutil.rmtree(self._files.temporary(record.step), ignore_errors=True)
             if not isinstance(error, ValueError):
                 raise
-            raise ValueError(
+            kind = type(error) if isinstance(error, RunError) else ValueError
+            raise kind(
                 f"can't write the checkpoint of step {record.step}: {error}. Older checkpoints are unchanged"
             ) from error
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from spurline.comm.metrics import Metric, Offered, reduce_metrics
 from spurline.config import RunConfig
+from spurline.train.exit_codes import DivergedError
 
 _TOKENS, _FAILED, _NUM_FAILED, _IN_A_ROW = "tally/tokens", "tally/failed", "tally/num_failed", "tally/in_a_row"
 _W = 8
@@ -79,8 +80,8 @@ class StepTally:
         self.take(reduce_metrics(self.offered()).read())
 
 
-def diverged(config: RunConfig[Any], step: int, what: str) -> ValueError:
-    return ValueError(
+def diverged(config: RunConfig[Any], step: int, what: str) -> DivergedError:
+    return DivergedError(
         f"step {step}: {what}. Try a lower --optimizer.lr (now {config.optimizer.lr})"
         " or a longer --lr_scheduler.warmup_steps"
     )

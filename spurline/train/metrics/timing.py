@@ -77,6 +77,11 @@ class StepTimer:
             self._active = []
             self._mark()
 
+    @property
+    def current(self) -> str:
+        """The phase that is under way and its innermost part, such as `forward.experts`; readable in any thread."""
+        return ".".join(name for name in self._active if name != _REST_OF_PHASE)
+
     def enter(self, part: str) -> None:
         if self._active:
             self._active.append(part)

@@ -1,0 +1,270 @@
+"""Many runs with faults on purpose, under torchrun with restarts: each must end like the run without faults.
+
+    python -m spurline.testing.soak faults --faults 100 --seconds 900     # `make soak`
+    python -m spurline.testing.soak runs --runs 200                       # `make soak-runs`
+
+`faults` trains a tiny model on 4 gloo ranks (FSDP2 and EP) once without faults, then again and again with random ones,
+one for each attempt. It compares losses, every byte of the last checkpoint and the samples of each step with the first
+run's, looks for the message of each fault, and prints a table of fault, point and outcome. `runs` starts and ends
+complete runs in a row and counts those that abort.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spurline import config_io
+from spurline.config import RunConfig
+from spurline.testing.run_result import run_result
+from spurline.testing.tiny import tiny_model, tiny_run, write_words
+
+RANKS, STEPS, INTERVAL, VALIDATION = 4, 36, 2, 4
+WATCHDOG_SECONDS = 10
+# What has to be in logs/errors.log of the run; nothing for faults that a run takes without a word.
+MESSAGES = {
+    "kill": "rank {rank} is gone",
+    "stop": "rank {rank} has been silent",
+    "raise": "InjectedError: a fault on purpose",
+    "hang": "rank {rank} did not arrive",
+    "nan": "the loss is nan",
+    "splits": "which expects",
+    "full_disk": "No space left on device (rank {rank})",
+    "read_error": "rank {rank}: OSError",
+    "bit_flip": "the gradient norm",
+    "slow": "",
+}
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A fault of a job: what happens when, and to whom."""
+
+    kind: str
+    point: str
+    step: int
+    rank: int
+    attempt: int
+
+    @property
+    def text(self) -> str:
+        kind = "slow" if self.kind == "hang" else self.kind
+        seconds = {"hang": 600, "slow": 1}.get(self.kind, 0)
+        return f"{kind}@{self.point}:step={self.step},rank={self.rank},attempt={self.attempt},seconds={seconds},bit=30"
+
+
+def plan_job(draw: random.Random, num_faults: int) -> list[Planned]:
+    """Random faults, one that ends an attempt for each attempt and now and then one that does not, in rising steps."""
+    faults: list[Planned] = []
+    step = 3
+    while len(faults) < num_faults and step < STEPS - 3:
+        attempt = sum(fault.kind != "slow" for fault in faults)
+        kind, point = draw.choice(FAULTS)
+        at = step
+        if point not in ("start", "load") and draw.random() < 0.25:
+            faults.append(Planned("slow", draw.choice(("data", "exchange", "backward")), step, pick(draw), attempt))
+            at += 4  # batches are made ahead of their steps
+        if point in ("save", "write", "publish", "validation"):
+            every = VALIDATION if point == "validation" else INTERVAL
+            at += -at % every
+        elif kind == "hang":
+            at += at % 2  # not the first step of an attempt, which may take longer
+        elif kind == "bit_flip":
+            at += 1 - at % 2  # not with a checkpoint: the weight is huge, but finite until the next step
+        faults.append(Planned(kind, point, 0 if point in ("start", "load") else at, pick(draw, point), attempt))
+        step = at + 1
+    return faults
+
+
+def pick(draw: random.Random, point: str = "") -> int:
+    return 0 if point == "publish" else draw.randrange(RANKS)  # only the first rank publishes
+
+
+FAULTS = [
+    *(("kill", point) for point in ("data", "exchange", "backward", "optimizer", "save", "write", "publish", "load")),
+    *(("stop", point) for point in ("start", "exchange", "backward", "write")),
+    *(("raise", point) for point in ("start", "load", "data", "forward", "backward", "validation", "publish")),
+    *(("hang", point) for point in ("data", "forward")),
+    ("nan", "forward"),
+    ("splits", "exchange"),
+    ("full_disk", "write"),
+    ("read_error", "data"),
+    ("bit_flip", "optimizer"),
+]
+
+
+class Soak:
+    """Jobs in one folder."""
+
+    def __init__(self, folder: Path, more: list[str]) -> None:
+        self.folder, self.more = folder, more
+        shutil.rmtree(folder, ignore_errors=True)
+        (folder / "text").mkdir(parents=True)
+        write_words(folder / "text")
+        config_io.save(folder / "config.json", "deepseek_v3", "deepseek_v3_debugmodel", self.config())
+
+    def config(self) -> RunConfig[Any]:
+        return tiny_run(
+            self.folder / "text",
+            tiny_model(num_layers=2, moe={"check_exchange": True, "bias_update_rate": 1e-3}),
+            training={"steps": STEPS, "local_batch_size": 1, "global_batch_size": RANKS},
+            parallelism={"expert_parallel_degree": 2},
+            checkpoint={"enable": True, "interval": INTERVAL},
+            comm={"watchdog_seconds": WATCHDOG_SECONDS},
+            metrics={
+                "validation_batches": 1,
+                "validation_interval": VALIDATION,
+                "sample_tokens": 0,
+                "tensorboard": False,
+                "report": False,
+            },
+        )
+
+    def run(
+        self, name: str, faults: list[Planned], *options: str, ranks: int = RANKS
+    ) -> subprocess.CompletedProcess[str]:
+        """One job under torchrun, to its end."""
+        torchrun = [
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)),
+            *("--max-restarts", str(len(faults)), "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"),
+        ]
+        train = ["-m", "spurline", "train", "--config_file", str(self.folder / "config.json")]
+        folder = self.folder / name
+        folder.mkdir()
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+            "SPURLINE_FAULTS": ";".join(fault.text for fault in faults) or ";",
+            "SPURLINE_FAULTS_LOG": str(folder / "faults.jsonl"),
+        }
+        command = [*torchrun, *train, "--job.dump_folder", str(folder), *self.more, *options]
+        # No fault is answered later than a few limits of the watchdog, and an attempt takes seconds.
+        seconds = (len(faults) + 1) * (12 * WATCHDOG_SECONDS + 120)
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds, check=False)
+
+    def result(self, name: str) -> dict[str, Any]:
+        """What must not depend on faults: lines of metrics, the last checkpoint, the samples of each step."""
+        samples: dict[tuple[int, int], set[tuple[int, ...]]] = {}
+        for entry in self.notes(name):
+            if "samples" in entry and entry["step"] <= STEPS:
+                samples.setdefault((entry["step"], entry["rank"]), set()).add(tuple(entry["samples"]))
+        return {**run_result(self.folder / name)._asdict(), "samples": dict(sorted(samples.items()))}
+
+    def notes(self, name: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / name / "faults.jsonl").read_text().splitlines()]
+
+    def judge(self, name: str, faults: list[Planned], expected: dict[str, Any], done: Any) -> list[str]:
+        """What is wrong with a job; nothing if every fault was answered and the end is that of the undisturbed run."""
+        problems = []
+        if done.returncode:
+            problems.append(f"exit code {done.returncode}: {done.stderr[-2000:]}")
+        else:
+            actual = self.result(name)
+            problems += [f"other {part} than without faults" for part in actual if actual[part] != expected[part]]
+        if "terminate called" in done.stderr:
+            problems.append("a process has aborted")
+        log = self.folder / name / "logs" / "errors.log"
+        errors = log.read_text().splitlines() if log.exists() else []
+        noted = [entry for entry in self.notes(name) if "kind" in entry]
+        if len(noted) != len(faults):
+            problems.append(f"{len(noted)} of {len(faults)} faults have happened")
+        for fault in faults:
+            words = MESSAGES[fault.kind].format(rank=fault.rank)
+            if (
+                words
+                and fault.point != "start"
+                and not any(f" attempt {fault.attempt}: " in line and words in line for line in errors)
+            ):
+                told = [line for line in errors if f" attempt {fault.attempt}: " in line]
+                problems.append(f"{fault.text}: {words!r} was not said, but {told}")
+        return problems
+
+
+def soak_faults(num_faults: int, seconds: float, seed: int, folder: Path, more: list[str]) -> int:
+    started, draw = time.monotonic(), random.Random(seed)
+    soak = Soak(folder, more)
+    done = soak.run("undisturbed", [])
+    if done.returncode:
+        print(done.stderr)
+        return 1
+    expected = soak.result("undisturbed")
+    table: Counter[tuple[str, str, str]] = Counter()
+    total, number, failed = 0, 0, 0
+    while total < num_faults and time.monotonic() - started < seconds:
+        number += 1
+        faults = plan_job(draw, min(12, num_faults - total))
+        name = f"job_{number:03}"
+        try:
+            problems = soak.judge(name, faults, expected, soak.run(name, faults))
+        except subprocess.TimeoutExpired:
+            problems = ["it hangs"]
+        total += len(faults)
+        failed += bool(problems)
+        for fault in faults:
+            words = "finished" if fault.kind == "slow" else "named, restarted, same end"
+            bad = [problem for problem in problems if not problem.startswith(("kill", "stop", "raise", "hang"))]
+            own = [problem for problem in problems if problem.startswith(fault.text)]
+            table[fault.kind, fault.point, "FAILED" if own or bad else words] += 1
+        minutes = (time.monotonic() - started) / 60
+        print(f"{name}: {len(faults)} faults, {total} in all, {minutes:.1f} min", *problems, sep="\n  ", flush=True)
+        if not problems:
+            shutil.rmtree(folder / name)
+    print("\n| fault | where | outcome | times |\n| --- | --- | --- | --- |")
+    for (kind, point, outcome), times in sorted(table.items()):
+        print(f"| {kind} | {point} | {outcome} | {times} |")
+    minutes = (time.monotonic() - started) / 60
+    print(f"\n{total} faults in {number} jobs, {failed} failed, seed {seed}, {minutes:.1f} minutes")
+    return 1 if failed or not total else 0
+
+
+def soak_runs(num_runs: int, seconds: float, folder: Path, more: list[str]) -> int:
+    """Complete runs of two ranks with EP and checkpoints, every other one in the background."""
+    started = time.monotonic()
+    soak = Soak(folder, more)
+    outcomes: Counter[str] = Counter()
+    short = ["--training.steps", "3", "--training.global_batch_size", "2", "--checkpoint.interval", "1"]
+    for number in range(num_runs):
+        if time.monotonic() - started > seconds:
+            break
+        mode = ("disabled", "async")[number % 2]
+        done = soak.run("run", [], *short, "--checkpoint.async_mode", mode, ranks=2)
+        is_good = done.returncode == 0 and "terminate called" not in done.stderr
+        outcomes["finished" if is_good else "aborted"] += 1
+        if not is_good:
+            print(f"run {number + 1}: exit code {done.returncode}\n{done.stderr[-2000:]}", flush=True)
+        shutil.rmtree(folder / "run")
+        if number % 20 == 19:
+            minutes = (time.monotonic() - started) / 60
+            print(f"{number + 1} runs, {outcomes['aborted']} aborted, {minutes:.1f} minutes", flush=True)
+    minutes = (time.monotonic() - started) / 60
+    print(f"{sum(outcomes.values())} runs in a row: {dict(outcomes)}, {minutes:.1f} minutes")
+    return 1 if outcomes["aborted"] or not outcomes["finished"] else 0
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m spurline.testing.soak", description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=("faults", "runs"))
+    parser.add_argument("--faults", type=int, default=100)
+    parser.add_argument("--runs", type=int, default=200)
+    parser.add_argument("--seconds", type=float, default=900, help="no job is started later")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path, default=Path("outputs/soak"), help="is emptied first")
+    known, more = parser.parse_known_args(argv)
+    if known.what == "runs":
+        return soak_runs(known.runs, known.seconds, known.folder, more)
+    return soak_faults(known.faults, known.seconds, known.seed, known.folder, more)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

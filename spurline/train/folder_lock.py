@@ -1,0 +1,126 @@
+"""One owner a run folder: `run.lock` says which process it is, and its modification time that it is alive. Torch-free.
+
+A second job on the folder would mix its lines into the metrics and remove the other's checkpoints. A lock whose owner
+is dead is taken over: on the same machine if the process has ended, on another one if the lock has not been touched for
+some minutes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+from spurline.train.exit_codes import FolderInUseError
+from spurline.train.processes import Process
+
+BEAT_SECONDS = 20.0
+STALE_SECONDS = 180.0
+"""Nine beats: file systems of clusters show a new modification time up to a minute late."""
+
+
+class FolderLock:
+    """Owns a run folder from `take` to `release`."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.path = Path(folder) / "run.lock"
+        self._owner = {**asdict(Process.own()), "run_id": os.environ.get("TORCHELASTIC_RUN_ID", ""), "since": _now()}
+        self._is_owned = False
+        self._next_beat = 0.0
+
+    def take(self) -> None:
+        """Become the owner; a FolderInUseError of one line if another process is."""
+        while not self._is_owned:
+            with open(self.path, "a+", encoding="utf-8") as file, _alone(file):
+                if not _is_at(file, self.path):
+                    continue  # the owner has removed it in the meantime
+                file.seek(0)
+                if problem := self._why_owned(file.read(10_000)):
+                    raise FolderInUseError(problem)
+                file.seek(0)
+                file.truncate()
+                file.write(json.dumps(self._owner) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+                self._is_owned = True
+
+    def beat(self) -> None:
+        """Show that the owner is alive; cheap enough to be called often. A disk that fails is not the run's end."""
+        if self._is_owned and time.monotonic() >= self._next_beat:
+            self._next_beat = time.monotonic() + BEAT_SECONDS
+            with contextlib.suppress(OSError):
+                os.utime(self.path)
+
+    def release(self) -> None:
+        if self._is_owned:
+            self._is_owned = False
+            with contextlib.suppress(OSError, ValueError):
+                if json.loads(self.path.read_text(encoding="utf-8")) == self._owner:
+                    self.path.unlink()
+
+    def _why_owned(self, content: str) -> str:
+        """Why the folder can't be taken, in one line; empty if it has no owner, or one that is dead."""
+        if not content.strip():
+            return ""
+        owner, since = _parse(content)
+        if owner is None:
+            return f"{self.path} is damaged: remove it if no job uses this folder"
+        who = f"process {owner.pid} on {owner.machine} (since {since})"
+        another = "Use another --job.dump_folder, or end that job first"
+        if owner.is_local:
+            return f"{self.path.parent} belongs to {who}, which is still running. {another}" if owner.state() else ""
+        silent = self._seconds_silent()
+        if silent > STALE_SECONDS:
+            return ""
+        return (
+            f"{self.path.parent} belongs to {who}, which was seen {silent:.0f} seconds ago. {another};"
+            f" a job that has died is given up after {STALE_SECONDS:.0f} seconds"
+        )
+
+    def _seconds_silent(self) -> float:
+        """Since the last beat, by the clock of the file system, which may differ from that of this machine."""
+        probe = self.path.with_name(f".{self.path.name}.{os.getpid()}.probe")
+        try:
+            probe.touch()
+            return probe.stat().st_mtime - self.path.stat().st_mtime
+        finally:
+            probe.unlink(missing_ok=True)
+
+
+def _parse(content: str) -> tuple[Process | None, str]:
+    try:
+        entry: dict[str, Any] = json.loads(content)
+        owner = Process(str(entry["host"]), int(entry["pid"]), str(entry["started"]))
+        return owner, str(entry["since"])[:40]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None, ""
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S")
+
+
+@contextmanager
+def _alone(file: IO[str]) -> Iterator[None]:
+    """While inside, no other process looks at the lock; the file system may not know how, and then it is not so."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    with contextlib.suppress(OSError):
+        fcntl.flock(file, fcntl.LOCK_EX)
+    yield  # closing the file ends it
+
+
+def _is_at(file: IO[str], path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+    except FileNotFoundError:
+        return False

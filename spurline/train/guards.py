@@ -1,0 +1,109 @@
+"""What protects a run while it lasts: the owner of its folder, the watchdog, logs, and the first error of any rank."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from types import TracebackType
+
+from spurline.parallel.world import World
+from spurline.train.checkpoint.ranks import Ranks
+from spurline.train.exit_codes import FolderInUseError, LostRankError
+from spurline.train.folder_lock import FolderLock
+from spurline.train.launcher import restart_count
+from spurline.train.progress import Progress
+from spurline.train.rank_log import RankLog, error_of_last_attempt
+from spurline.train.side_channel import SideChannel, is_communication_error
+from spurline.train.trainer import Trainer
+from spurline.train.watchdog import Watchdog
+
+
+class Guard:
+    """Watches a run, as a context manager; from `own_folder` on it also owns the folder of the run.
+
+    An error that is raised inside is logged and told to the other ranks. One that another rank has caused becomes a
+    LostRankError that names that rank, with what it said.
+    """
+
+    def __init__(self, world: World, folder: Path, watchdog_seconds: float, progress: Progress) -> None:
+        self._folder, self._progress = folder, progress
+        self._channel = SideChannel(world.meeting) if world.meeting is not None else None
+        self.watchdog = Watchdog(folder / "logs", watchdog_seconds, self._channel)
+        self._lock = FolderLock(folder)
+        self._log: RankLog | None = None
+        self._contexts = ExitStack()
+
+    def own_folder(self, trainer: Trainer) -> None:
+        """Become the owner of the folder, which exists; a FolderInUseError on all ranks if another job is."""
+
+        def take() -> str:
+            try:
+                self._lock.take()
+            except FolderInUseError as error:
+                return str(error)
+            return ""
+
+        if problem := Ranks().first(take):
+            raise FolderInUseError(problem)
+        self.watchdog.on_beat = self._lock.beat
+        self.watchdog.module_names = {id(module): name for name, module in trainer.model.named_modules() if name}
+        self.watchdog.phase_of_step = lambda: trainer.timer.current
+        if self._channel is not None:
+            self._open_log(self._channel)
+
+    def _open_log(self, channel: SideChannel) -> None:
+        self._log = log = self._contexts.enter_context(closing(RankLog(self._folder, channel.rank)))
+        self._contexts.enter_context(log.hearing_errors())
+        own, channel.log_folder = channel.process, log.folder
+        log.write(f"process {own.pid} on {own.machine}, {channel.size} ranks, restarts so far: {restart_count()}")
+        self.watchdog.say = self._progress.listener = log.write
+        if error := error_of_last_attempt(log.folder):
+            self._progress.log(f"restart {restart_count()}, because {error}")
+
+    def __enter__(self) -> Guard:
+        self.watchdog.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._contexts, _sigterm_held():
+            self.watchdog.stop()
+            self._lock.release()
+            if error is None or self._channel is None:
+                return
+            if self._log is not None:
+                self._log.write(f"in step {self.watchdog.step}:\n{''.join(traceback.format_exception(error))}")
+            if (cause := _tell(error, self._channel, self.watchdog.step)) is not error:
+                raise cause from error
+
+
+def _tell(error: BaseException, channel: SideChannel, step: int) -> BaseException:
+    """Tell the other ranks of an error, or find out which of them has caused it; returns what is to be raised."""
+    of_others = is_communication_error(error)
+    try:
+        if of_others and (cause := channel.explain(step)) is not None:
+            return cause
+        channel.tell_first_error(f"rank {channel.rank}: {type(error).__name__}: {error}", channel.rank)
+    except (RuntimeError, ValueError):
+        if of_others:
+            return LostRankError("other ranks are gone, and so is the store of the ranks (that of torchrun, or rank 0)")
+    return error
+
+
+@contextmanager
+def _sigterm_held() -> Iterator[None]:
+    """While inside, SIGTERM waits: torchrun sends it to all ranks as soon as one fails, and they have to say why."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: held.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,123 @@
+"""One owner a run folder: who has it, who may take it over, and what a second job is told."""
+
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from spurline.train.exit_codes import FolderInUseError
+from spurline.train.folder_lock import STALE_SECONDS, FolderLock
+from spurline.train.processes import Process
+
+
+def write_owner(folder: Path, owner: Process, seconds_ago: float = 0.0) -> None:
+    path = folder / "run.lock"
+    path.write_text(json.dumps({**asdict(owner), "run_id": "", "since": "2026-01-01 00:00:00"}))
+    now = path.stat().st_mtime
+    os.utime(path, (now - seconds_ago, now - seconds_ago))
+
+
+@pytest.fixture
+def other():
+    """A process that lives as long as the test."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    yield Process(Process.own().host, process.pid, started_of(process.pid))
+    process.kill()
+    process.communicate()
+
+
+def started_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+
+
+def test_owner_is_in_the_file_until_it_releases_the_folder(tmp_path):
+    lock = FolderLock(tmp_path)
+    lock.take()
+    assert json.loads((tmp_path / "run.lock").read_text())["pid"] == os.getpid()
+    lock.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_second_job_is_refused_in_one_line_and_changes_nothing(tmp_path, other):
+    write_owner(tmp_path, other)
+    before = (tmp_path / "run.lock").read_bytes()
+    with pytest.raises(FolderInUseError, match=re.escape(f"belongs to process {other.pid} on ")) as caught:
+        FolderLock(tmp_path).take()
+    assert "\n" not in str(caught.value)
+    assert (tmp_path / "run.lock").read_bytes() == before
+
+
+@pytest.mark.parametrize("how", ["ended", "id given again"])
+def test_folder_of_a_dead_process_is_taken_over(tmp_path, other, how):
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    write_owner(tmp_path, replace(other, pid=ended.pid) if how == "ended" else replace(other, started="1"))
+    lock = FolderLock(tmp_path)
+    lock.take()
+    assert json.loads((tmp_path / "run.lock").read_text())["pid"] == os.getpid()
+
+
+@pytest.mark.parametrize("seconds", [0, STALE_SECONDS - 20])
+def test_folder_of_another_machine_is_respected_while_its_heartbeat_is_fresh(tmp_path, other, seconds):
+    write_owner(tmp_path, replace(other, host="elsewhere/1"), seconds)
+    with pytest.raises(FolderInUseError, match=r"on elsewhere .* seconds ago"):
+        FolderLock(tmp_path).take()
+    assert [path.name for path in tmp_path.iterdir()] == ["run.lock"]
+
+
+def test_folder_of_another_machine_is_taken_over_when_its_heartbeat_is_old(tmp_path, other):
+    write_owner(tmp_path, replace(other, host="elsewhere/1"), STALE_SECONDS + 20)
+    FolderLock(tmp_path).take()
+
+
+def test_heartbeat_is_the_modification_time(tmp_path):
+    lock = FolderLock(tmp_path)
+    lock.take()
+    os.utime(tmp_path / "run.lock", (1, 1))
+    lock.beat()
+    assert (tmp_path / "run.lock").stat().st_mtime > 1e9
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"pid": "x"}', "[" * 5000])
+def test_damaged_lock_is_one_line(tmp_path, content):
+    (tmp_path / "run.lock").write_text(content)
+    with pytest.raises(FolderInUseError, match=r"run\.lock is damaged"):
+        FolderLock(tmp_path).take()
+
+
+def test_lock_that_somebody_else_has_taken_over_is_not_removed(tmp_path, other):
+    lock = FolderLock(tmp_path)
+    lock.take()
+    write_owner(tmp_path, other)
+    lock.release()
+    assert json.loads((tmp_path / "run.lock").read_text())["pid"] == other.pid
+
+
+def take_it(folder: str, barrier, winners) -> None:
+    barrier.wait()
+    try:
+        FolderLock(folder).take()
+        winners.put(os.getpid())
+    except FolderInUseError:
+        winners.put(0)
+    barrier.wait()  # alive until all have tried
+
+
+def test_of_many_that_find_a_dead_owner_one_wins(tmp_path, other):
+    context = multiprocessing.get_context("fork")
+    for _ in range(5):
+        write_owner(tmp_path, replace(other, started="1"))
+        barrier, winners = context.Barrier(6), context.Queue()
+        processes = [context.Process(target=take_it, args=(str(tmp_path), barrier, winners)) for _ in range(6)]
+        for process in processes:
+            process.start()
+        won = [winners.get() for _ in processes]
+        for process in processes:
+            process.join()
+        assert sum(pid != 0 for pid in won) == 1
