@@ -20,6 +20,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "data": ("Tokenize data ahead of training, and verify the result.", "spurline.tools.data:main"),
     "tokenizer": ("Train or inspect a tokenizer.", "spurline.tools.tokenizer:main"),
     "report": ("Write an HTML report of one run, or a comparison of several.", "spurline.tools.report:main"),
+    "lr-find": ("Try learning rates at the run's batch size, and suggest one.", "spurline.tools.lr_find:main"),
+    "routing": ("Show which experts of a trained model fire on which text.", "spurline.tools.routing:main"),
     "plan": ("Predict memory, bytes and time of a step on a cluster.", "spurline.tools.plan:main"),
     "audit": ("Show what a step does that an accelerator waits for.", "spurline.tools.audit:main"),
     "doctor": ("Show the environment: versions, devices, backends, compilers.", "spurline.tools.doctor:main"),

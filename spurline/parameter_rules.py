@@ -1,4 +1,4 @@
-"""Rules that give the parameters of certain names optimizer options of their own. Free of torch.
+"""Patterns of parameter names, and rules that give what they match optimizer options of its own. Free of torch.
 
 A rule is text, so that it reads the same on a command line and in config.json: a pattern, then options.
 
@@ -9,6 +9,7 @@ A rule is text, so that it reads the same on a command line and in config.json: 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -59,8 +60,18 @@ class ParameterRule:
         return cls(text, words[0], optimizer, **numbers)
 
     def matches(self, name: str) -> bool:
-        """Whether one of the alternatives matches the whole name; `*` stands for any characters, dots too."""
-        return any(fnmatchcase(name, alternative) for alternative in self.pattern.split("|"))
+        return matches(self.pattern, name)
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether one of the alternatives matches the whole name; `*` stands for any characters, dots too."""
+    return any(fnmatchcase(name, alternative) for alternative in pattern.split("|"))
+
+
+def names_near(pattern: str, names: Iterable[str]) -> str:
+    """What to say after 'matches nothing': the names that are nearest to a pattern."""
+    near = get_close_matches(pattern, list(names), n=3, cutoff=0.0)
+    return f"; names look like {', '.join(near)}" if near else ""
 
 
 def rule_problem(text: str) -> str | None:

@@ -16,7 +16,9 @@ FLOORS = [
     ["spurline.bench"],
     ["spurline.testing"],
     ["spurline.simulate"],
-    ["spurline.hf.importing", "spurline.hf.exporting", "spurline.report"],  # which read and write checkpoints
+    ["spurline.hf.peft", "spurline.hf.upcycling"],
+    # which read and write checkpoints
+    ["spurline.hf.importing", "spurline.hf.exporting", "spurline.hf.merging", "spurline.report"],
     ["spurline.hf.verify"],
     ["spurline.train"],
     ["spurline.hf"],  # reading a folder: a run may start from one
@@ -24,6 +26,7 @@ FLOORS = [
     ["spurline.models"],
     ["spurline.parallel"],
     ["spurline.data", "spurline.moe"],
+    ["spurline.lora"],
     ["spurline.comm", "spurline.config", "spurline.device"],
     ["spurline.accelerator", "spurline.hardware", "spurline.ops", "spurline.parameter_rules"],
     ["spurline.registry", "spurline.typed_json", "spurline.version"],

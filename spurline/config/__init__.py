@@ -5,6 +5,7 @@
 
 from spurline.config.data import Data
 from spurline.config.layout import ActivationCheckpoint, Comm, Compile, Parallelism
+from spurline.config.lora import Lora
 from spurline.config.model import ModelConfig, ParallelFacts
 from spurline.config.output import Checkpoint, Debug, Job, Metrics, Profile
 from spurline.config.precision import Precision
@@ -20,6 +21,7 @@ __all__ = [
     "Debug",
     "Job",
     "LRScheduler",
+    "Lora",
     "Metrics",
     "ModelConfig",
     "Optimizer",

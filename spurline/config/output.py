@@ -102,10 +102,21 @@ class Debug:
     """Call torch.use_deterministic_algorithms: ops without a deterministic implementation raise an error."""
     separate_expert_units: bool = False
     """Wrap each layer's experts in their own FSDP2 unit, as on PyTorch builds without per-parameter meshes."""
+    record_routing: str = field(default="", metadata=ADDED_LATER)
+    """Folder to record which experts each token of each step visits (empty: off)."""
+    record_routing_weights: bool = field(default=False, metadata=ADDED_LATER)
+    """Record the routing weights too."""
+    replay_routing: str = field(default="", metadata=ADDED_LATER)
+    """Folder of a recording: tokens visit the experts they visited then, with weights of this run's scores."""
     stop_after: int = 0
     """Stop after this step but keep the learning rate schedule of all training.steps, to test resuming (0: off)."""
     check_replicas_interval: int = field(default=100, metadata=ADDED_LATER)
     """Steps between comparisons of what several ranks hold copies of; also before each checkpoint (0: never)."""
 
     def problems(self) -> list[str]:
-        return at_least(self, stop_after=0, check_replicas_interval=0)
+        found = at_least(self, stop_after=0, check_replicas_interval=0)
+        if self.record_routing and self.record_routing == self.replay_routing:
+            found.append("record_routing and replay_routing must be different folders")
+        if self.record_routing_weights and not self.record_routing:
+            found.append("record_routing_weights needs record_routing")
+        return found

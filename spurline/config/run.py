@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 from spurline.config.checks import not_finite
 from spurline.config.data import Data
 from spurline.config.layout import ActivationCheckpoint, Comm, Compile, Parallelism
+from spurline.config.lora import Lora
 from spurline.config.model import ModelConfig
 from spurline.config.output import Checkpoint, Debug, Job, Metrics, Profile
 from spurline.config.precision import Precision
@@ -29,6 +30,7 @@ class RunConfig(Generic[M]):
     training: Training = field(default_factory=Training)
     optimizer: Optimizer = field(default_factory=Optimizer)
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
+    lora: Lora = field(default_factory=Lora, metadata=ADDED_LATER)
     parallelism: Parallelism = field(default_factory=Parallelism)
     comm: Comm = field(default_factory=Comm, metadata=ADDED_LATER)
     compile: Compile = field(default_factory=Compile)
@@ -59,6 +61,8 @@ class RunConfig(Generic[M]):
                 f"compile.enable with model: dispatcher {name!r} calls a library that can't be traced: choose"
                 " --compile.components loss, or dispatcher 'local' or 'capacity'"
             )
+        if self.lora.rank and self.checkpoint.initial_load_path:
+            found.append("checkpoint.initial_load_path is not for runs with adapters: lora.base names their weights")
         if self.checkpoint.keep_best and not (self.metrics.validation_batches and self.data.validation_fraction):
             found.append(
                 "checkpoint.keep_best needs a validation loss: set metrics.validation_batches and"

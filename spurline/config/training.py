@@ -48,6 +48,8 @@ class Training:
     """With on_loss_spike step_back: stop at the next spike after this many."""
     threads: int = 0
     """Intra-op CPU threads per rank (0: PyTorch's default). Reductions may differ in the last bits between values."""
+    freeze: tuple[str, ...] = field(default=(), metadata=ADDED_LATER)
+    """Patterns of parameters that are not trained: "embedding.*" "layers.[0-3].*" ...; !PATTERN stays trained."""
     keep_freed_memory: bool = True
     """Keep freed memory in the process (glibc only): fewer page faults per step, slightly higher memory use."""
 

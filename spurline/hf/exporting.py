@@ -48,6 +48,11 @@ def export_run(
     """
     family, _, run_config = config_io.load(run / "config.json")
     model = run_config.model
+    if run_config.lora.rank:
+        raise ValueError(
+            f"{run} has adapters and no weights of its own: make a run with both by `spurline convert merge`, or write"
+            " the adapters for peft by `spurline convert to-peft`"
+        )
     architecture = architecture_for(family, model)
     checkpoints = CheckpointManager(run, interval=1, keep_latest_k=0, sign_key=sign_key)
     step = checkpoints.latest() if step is None else step

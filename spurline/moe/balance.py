@@ -82,7 +82,8 @@ def update_expert_bias(
     The rows are summed over `group`, by default over all ranks where torch.distributed is initialized (each of them
     trained on other tokens, as under DDP), in one reduction for all layers; every rank of it must make this call. A
     bias moves by its rate towards experts with less than the mean, and the moves of a layer add up to zero. No bias
-    moves if `unless`, a number on the device, is 1: for steps whose update is masked.
+    moves if `unless`, a number on the device, is 1: for steps whose update is masked. A router whose parameters are all
+    frozen keeps its bias: it goes on to choose as it did.
     """
     layers = routers(model)
     if not layers:
@@ -93,7 +94,8 @@ def update_expert_bias(
     sizes = [router.config.num_experts for router in layers.values()]
     count_by_layer = dict(zip(layers, counts.split(sizes), strict=True))
     for name, router in layers.items():
-        if rate := router.config.bias_update_rate:
+        rate = router.config.bias_update_rate
+        if rate and any(parameter.requires_grad for parameter in router.parameters()):
             count_E = count_by_layer[name].float()
             move_E = torch.sign(count_E.mean() - count_E)
             move_E = rate * (move_E - move_E.mean())

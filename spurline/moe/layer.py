@@ -11,14 +11,16 @@ from torch import Tensor, nn
 from spurline.comm.gradients import local
 from spurline.comm.sequence import SequenceShard
 from spurline.comm.sequence_parallel import SequenceParallel
+from spurline.lora.adapters import Adaptable, product
 from spurline.moe.config import MoEConfig
 from spurline.moe.registry import make_dispatcher, make_experts, make_router
 from spurline.ops.draw import drawn_in_blocks, fill_truncated_normal
 from spurline.ops.functional import swiglu
-from spurline.ops.low_precision import LowPrecision, linear
+from spurline.ops.low_precision import LowPrecision
+from spurline.ops.skinny_matmul import skinny_linear
 
 
-class SharedExperts(nn.Module):
+class SharedExperts(Adaptable):
     """The experts every token visits: one SwiGLU as wide as all of them together, maybe weighed by a gate."""
 
     precision: LowPrecision | None = None
@@ -37,12 +39,21 @@ class SharedExperts(nn.Module):
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator | None) -> None:
         fill_truncated_normal(tensor, self.std[name], generator)
 
+    def adaptable_weights(self) -> tuple[str, ...]:
+        return ("w1_FD", "w3_FD", "w2_DF")
+
     def forward(self, x_TD: Tensor) -> Tensor:
         """(T, D) -> (T, D)."""
-        w1_FD, w3_FD, w2_DF = local(self.w1_FD), local(self.w3_FD), local(self.w2_DF)
         dtype = x_TD.dtype
-        hidden_TF = swiglu(linear(x_TD, w1_FD.to(dtype), self.precision), linear(x_TD, w3_FD.to(dtype), self.precision))
-        y_TD = linear(hidden_TF, w2_DF.to(dtype), self.precision)
+        if self.scale_of or self.precision is not None:
+            w1, w3, w2 = map(self.weight_of, self.adaptable_weights())
+            hidden_TF = swiglu(product(x_TD, w1, self.precision), product(x_TD, w3, self.precision))
+            y_TD = product(hidden_TF, w2, self.precision)
+        else:
+            linear = nn.functional.linear if torch.is_grad_enabled() else skinny_linear
+            w1_FD, w3_FD, w2_DF = local(self.w1_FD), local(self.w3_FD), local(self.w2_DF)
+            hidden_TF = swiglu(linear(x_TD, w1_FD.to(dtype)), linear(x_TD, w3_FD.to(dtype)))
+            y_TD = linear(hidden_TF, w2_DF.to(dtype))
         if self.gate_1D is None:
             return y_TD
         return y_TD * nn.functional.linear(x_TD, local(self.gate_1D).to(dtype)).sigmoid()

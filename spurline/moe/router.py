@@ -3,8 +3,10 @@
 T tokens, D width, E experts, K experts per token, G groups of experts.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +21,9 @@ from spurline.moe.metrics import router_metrics
 from spurline.moe.routing import Routing
 from spurline.ops.draw import drawn_in_blocks, fill_truncated_normal
 from spurline.ops.functional import accumulate_once, stable_topk
+
+if TYPE_CHECKING:
+    from spurline.moe.routing_tape import RoutingTape
 
 
 class Router(nn.Module):
@@ -37,6 +42,8 @@ class Router(nn.Module):
         self.config = config
         self.init_std = init_std
         self.balance_group: ProcessGroup | None = None  # the ranks whose tokens a balance loss takes as one batch
+        self.tape: RoutingTape | None = None  # see `put_on_tape`
+        self.layer = ""  # its name on the tape
         self.step_count_E: Tensor | None = None  # of all ranks, between the last two balance updates
         self.gate_ED = nn.Parameter(torch.empty(config.num_experts, config.dim))
         self.gate_bias_E = nn.Parameter(torch.empty(config.num_experts)) if config.gate_bias else None
@@ -80,6 +87,8 @@ class Router(nn.Module):
             expert_TK, count_E, host_count_E = self._forced_balance(x_TD)
         else:
             expert_TK = self.select_experts(score_TE.detach())
+            if self.tape is not None:
+                expert_TK = self.tape.decided(self.layer, expert_TK)
             count_E = count_rows(expert_TK, config.num_experts)
 
         weight_TK = score_TE.gather(1, expert_TK)
@@ -88,6 +97,8 @@ class Router(nn.Module):
         if config.route_scale != 1:
             weight_TK = weight_TK * config.route_scale
 
+        if self.tape is not None:
+            self.tape.note(self.layer, expert_TK, weight_TK)
         if self.training:
             accumulate_once(self.row_count_E, count_E, self.expert_bias_E, torch.is_grad_enabled())
         if self.training and torch.is_grad_enabled() and (config.aux_loss != "none" or config.z_loss_weight):

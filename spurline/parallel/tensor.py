@@ -23,6 +23,7 @@ from spurline.comm.collectives import (
     reduce_scatter_sequence,
 )
 from spurline.comm.sequence import SequenceShard
+from spurline.lora.adapters import A, B
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,9 @@ def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh) -> None:
         for path, dim in splits.items():
             owner, _, weight = path.rpartition(".")
             split_weight(module.get_submodule(owner), weight, tp_mesh, Shard(dim))
+            if weight in getattr(module.get_submodule(owner), "scale_of", ()):
+                # Of an adapter, the matrix that has the split dim: B has the outputs, A the inputs.
+                split_weight(module.get_submodule(owner), weight + (B if dim == 0 else A), tp_mesh, Shard(dim))
     for name, module in model.named_modules():
         if not name.endswith(".experts"):
             for weight, parameter in list(module.named_parameters(recurse=False)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,12 +21,17 @@ PROG = "spurline convert"
 HELP = """\
 usage: spurline convert from-hf PATH OUT [options]
        spurline convert to-hf RUN OUT [options]
+       spurline convert merge RUN OUT [options]
+       spurline convert to-peft RUN OUT [options]
+       spurline convert upcycle DENSE OUT [options]
 
   from-hf  Import a Hugging Face model as a run folder, to train or generate from.
   to-hf    Export a checkpoint of a run as a Hugging Face model.
+  merge    Fold the adapters (LoRA) of a run into the weights of its base model.
+  to-peft  Export the adapters of a run in the format of peft.
+  upcycle  Make a mixture of experts of a dense model.
 
-`spurline convert from-hf --help` and `spurline convert to-hf --help` show their
-options."""
+`spurline convert from-hf --help` and so on show their options."""
 FROM_HF = """\
 Import the Hugging Face model in folder PATH (config.json and safetensors files)
 as the new run folder OUT, with its weights as the checkpoint of step 0. The
@@ -44,6 +49,29 @@ the run's tokenizer if it has one.
 examples
   spurline convert to-hf outputs/qwen qwen-trained --dtype bfloat16 --verify
   spurline convert to-hf outputs/qwen qwen-early --step 500"""
+MERGE = """\
+Fold the adapters of the run folder RUN (trained with --lora.rank) into the weights of
+its base model (lora.base), as the new run folder OUT with the checkpoint of step 0: to
+train, to generate from, to adapt again, or to export by `spurline convert to-hf`.
+
+examples
+  spurline convert merge outputs/qwen_lora outputs/qwen_merged
+  spurline convert to-hf outputs/qwen_merged qwen-tuned --verify"""
+TO_PEFT = """\
+Export the adapters of the run folder RUN as the new folder OUT, as peft saves them:
+adapter_config.json and adapter_model.safetensors.
+
+examples
+  spurline convert to-peft outputs/qwen_lora qwen-adapter --base_model Qwen/Qwen3-30B-A3B"""
+UPCYCLE = """\
+Make a mixture of experts of a dense model, a run folder or a Hugging Face folder, as the
+new run folder OUT. Experts are copies of its feed-forward layers: without --noise the
+new model computes what the dense one does, and training makes experts differ.
+
+examples
+  spurline convert upcycle outputs/dense outputs/moe --experts 8 --top_k 2 --verify
+  spurline convert upcycle Qwen3-0.6B outputs/qwen_moe --experts 16 --top_k 4 --split 2
+  spurline train --config-file outputs/moe/config.json"""
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) *([KMG]?)B?", re.IGNORECASE)
 
 
@@ -76,9 +104,62 @@ class ToHF(Conversion):
     """Refuse a checkpoint that was not signed with this key (--checkpoint.sign_key_file of the run)."""
 
 
-_DIRECTIONS: dict[str, tuple[Conversion, str, str]] = {
+@dataclass(frozen=True)
+class OfAdapters:
+    """Options of what is done with adapters."""
+
+    step: Annotated[int | None, described("N")] = None
+    """Step of the adapters' checkpoint (default: the newest)."""
+    sign_key_file: Annotated[str, described("FILE")] = ""
+    """Refuse a checkpoint that was not signed with this key (--checkpoint.sign_key_file of the run)."""
+    import_: UserPackage = ""
+
+
+@dataclass(frozen=True)
+class Merge(OfAdapters):
+    dtype: Literal["keep", "float32", "bfloat16"] = "keep"
+    """Dtype of the written weights (keep: that of the base model). The router's expert bias is never rounded."""
+
+
+@dataclass(frozen=True)
+class ToPeft(OfAdapters):
+    base_model: Annotated[str, described("NAME")] = ""
+    """What adapter_config.json names as the base model: a folder, or a name on the Hugging Face Hub."""
+
+
+@dataclass(frozen=True)
+class Upcycle:
+    """Options of upcycling."""
+
+    experts: int = 8
+    """Experts of each layer."""
+    top_k: int = 2
+    """Experts a token visits."""
+    split: int = 1
+    """Cut each copy into this many experts along its hidden width; --experts and --top_k must be multiples."""
+    noise: float = 0.0
+    """Standard deviation of noise on the copies, relative to each matrix (0: the function of the dense model)."""
+    router_std: float = 0.02
+    """Standard deviation of the gates' initial weights."""
+    dense_layers: int = 0
+    """Number of first layers that stay dense."""
+    seed: int = 0
+    """Random seed of gates and noise."""
+    verify: Annotated[bool, tyro.conf.FlagCreatePairsOff, described()] = False
+    """Compare logits with those of the dense model; without --noise, write only if they are the same."""
+    step: Annotated[int | None, described("N")] = None
+    """Step of the dense run's checkpoint (default: the newest)."""
+    sign_key_file: Annotated[str, described("FILE")] = ""
+    """Refuse a checkpoint that was not signed with this key (--checkpoint.sign_key_file of the run)."""
+    import_: UserPackage = ""
+
+
+_DIRECTIONS: dict[str, tuple[Any, str, str]] = {
     "from-hf": (FromHF(), FROM_HF, "PATH"),
     "to-hf": (ToHF(), TO_HF, "RUN"),
+    "merge": (Merge(), MERGE, "RUN"),
+    "to-peft": (ToPeft(), TO_PEFT, "RUN"),
+    "upcycle": (Upcycle(), UPCYCLE, "DENSE"),
 }
 
 
@@ -122,7 +203,7 @@ def _num_bytes(size: str) -> int:
     return int(float(match[1]) * 1000 ** " KMG".index(match[2].upper() or " ")) if match else 0
 
 
-def _run(prog: str, command: Conversion, source: Path, out: Path) -> int:
+def _run(prog: str, command: Any, source: Path, out: Path) -> int:
     try:
         with Console(stderr=True).status(f"converting {source}"):
             messages = _convert(command, source, out)
@@ -139,13 +220,27 @@ def _run(prog: str, command: Conversion, source: Path, out: Path) -> int:
     return 0
 
 
-def _convert(command: Conversion, source: Path, out: Path) -> list[str]:
+def _convert(command: Any, source: Path, out: Path) -> list[str]:
     import torch  # slow to import, so only once the options are valid
 
-    settings: dict[str, Any] = {
-        "dtype": None if command.dtype == "keep" else getattr(torch, command.dtype),
-        "verify": command.verify,
-    }
+    if isinstance(command, ToPeft):
+        from spurline.hf.peft import export_adapters
+        from spurline.train.checkpoint.signature import read_key
+
+        return export_adapters(source, out, command.step, command.base_model, read_key(command.sign_key_file))
+    if isinstance(command, Upcycle):
+        from spurline.hf.upcycling import Recipe, upcycle
+        from spurline.train.checkpoint.signature import read_key
+
+        recipe = Recipe(**{field.name: getattr(command, field.name) for field in fields(Recipe)})
+        return upcycle(source, out, recipe, command.verify, command.step, read_key(command.sign_key_file))
+    dtype = None if command.dtype == "keep" else getattr(torch, command.dtype)
+    if isinstance(command, Merge):
+        from spurline.hf.merging import merge_run
+        from spurline.train.checkpoint.signature import read_key
+
+        return merge_run(source, out, command.step, dtype, read_key(command.sign_key_file))
+    settings: dict[str, Any] = {"dtype": dtype, "verify": command.verify}
     if isinstance(command, FromHF):
         from spurline.hf.importing import import_folder
 

@@ -225,6 +225,7 @@ def load_model(run_folder: Path, config: RunConfig[Any], step: int | None, sign_
     from spurline.moe import Experts
     from spurline.moe.kernels.cpu.workspace import product_dtype
     from spurline.moe.layer import SharedExperts
+    from spurline.train.base_model import load_with_base
     from spurline.train.checkpoint.manager import CheckpointManager
     from spurline.train.checkpoint.signature import read_key
 
@@ -232,8 +233,11 @@ def load_model(run_folder: Path, config: RunConfig[Any], step: int | None, sign_
     step = checkpoints.latest() if step is None else step
     if step is None:
         raise ConfigError([f"{checkpoints.folder}: no checkpoint found; train with --checkpoint.enable"])
-    model = build_to_load(config.model, pick_device())
-    checkpoints.load(step, model, optimizer=None)
+    if config.lora.rank:
+        model = load_with_base(run_folder, config, step, pick_device(), read_key(sign_key_file))
+    else:
+        model = build_to_load(config.model, pick_device())
+        checkpoints.load(step, model, optimizer=None)
     dtype = getattr(torch, config.training.dtype)
     model.compute_dtype = dtype
     rounds_experts = product_dtype(torch.empty(0, dtype=dtype, device=pick_device())) == dtype

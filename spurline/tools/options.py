@@ -18,6 +18,7 @@ from spurline.hf.settings import run_config_for
 from spurline.models import family_configs
 from spurline.parallel.degrees import degree_problems
 from spurline.tools.parsing import UserPackage, described, load_user_code, parse, split_options, wants_help
+from spurline.train.base_model import base_problems
 from spurline.train.checkpoint.folder import CheckpointFolder
 from spurline.train.initial_load import OPTION as INITIAL_LOAD
 from spurline.train.initial_load import find_source, initial_load_problems
@@ -158,6 +159,7 @@ def run_problems(config: RunConfig[Any]) -> list[str]:
     found += initial_load_problems(config)
     if config.checkpoint.enable and not found:
         found += folder_problems(str(CheckpointFolder(config.job.dump_folder).path))
+    found += base_problems(config)
     if not config.parallelism.problems():
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         found += degree_problems(config.parallelism, world_size, model=config.model, training=config.training)

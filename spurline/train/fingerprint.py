@@ -25,7 +25,9 @@ FREE = (
     *("training.on_bad_step", "training.max_bad_steps", "training.on_loss_spike", "training.loss_spike_*"),
     "training.max_step_backs",
     *("debug.stop_after", "debug.deterministic", "debug.separate_expert_units"),
-    "debug.check_replicas_interval",
+    *("debug.check_replicas_interval", "debug.record_routing*"),
+    # Where the weights of a base model are: their values are compared.
+    *("lora.base", "lora.base_step"),
     # Where the data is: its content is compared.
     *("data.path", "data.pattern", "data.text_field"),
     # How experts are computed and reached; loading the model reports these.

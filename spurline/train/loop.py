@@ -123,6 +123,7 @@ class TrainingLoop:
             extra = {**self.position.stored(), "validation_loss": loss, "run": self.trainer.fingerprint()}
             if factors := capacity_factors(self.trainer.model):
                 extra["capacity_factors"] = factors
+            extra |= self.trainer.base
             self.checkpoints.save(step, self.trainer.model, self.trainer.optimizer, extra)
 
     def should_stop(self, spike_began: int = 0) -> bool:

@@ -21,12 +21,14 @@ from spurline.parallel.fsdp import has_separate_expert_units
 from spurline.parallel.precision import converted_layers
 from spurline.parallel.world import joined_world
 from spurline.train.allocator import keep_freed_memory
+from spurline.train.base_model import check_base, load_base
 from spurline.train.checkpoint.manager import CheckpointManager
 from spurline.train.checkpoint.ranks import Ranks
 from spurline.train.checkpoint.signature import read_key
 from spurline.train.crash_loop import CrashLoop, StepBack
 from spurline.train.exit_codes import ExitCode, exit_code_of_signal
 from spurline.train.fingerprint import check_fingerprint
+from spurline.train.freezing import num_trained
 from spurline.train.guards import Guard
 from spurline.train.initial_weights import load_initial_weights
 from spurline.train.loop import TrainingLoop
@@ -74,6 +76,8 @@ def train(module: str, config_name: str, config: RunConfig[Any]) -> Ended:
         guard.own_folder(trainer)
         Ranks().first(lambda: overwrite(folder, config.job))
         checkpoints = open_checkpoints(folder, config, progress.log)
+        if config.lora.rank:
+            trainer.base = load_base(trainer.model, config)
         start, crashes = None, None
         if config.checkpoint.enable:
             run = {**trainer.fingerprint(), "training.on_bad_step": config.training.on_bad_step}
@@ -182,6 +186,8 @@ def resume(
     if loaded is None:
         return None
     step, extra = loaded
+    if trainer.base:
+        check_base(extra, trainer.base, f"{checkpoints.folder}, step {step}")
     if step_back.reason:
         say(f"{step_back.reason}: stepping back to the checkpoint of step {step}")
     checkpoints.restore_random(step, config.training.seed)
@@ -197,7 +203,7 @@ def first_weights(trainer: Trainer, resumed: Position | None) -> list[str]:
         return [f"checkpoint.initial_load_path {path} is ignored: the run has weights of its own"] if path else []
     if path:
         return load_initial_weights(trainer)
-    initialize_parameters(trainer.model, trainer.config.training.seed)
+    initialize_parameters(trainer.model, trainer.config.training.seed, only_adapters=bool(trainer.config.lora.rank))
     return []
 
 
@@ -215,6 +221,10 @@ def describe(config_name: str, trainer: Trainer, start: Position, keeps_memory: 
     ]
     if trainer.config.compile.enable and has_separate_expert_units(trainer.model):
         lines.append("experts are separate FSDP units, so blocks with experts compile into several graphs")
+    if (trained := num_trained(trainer.model)) < model.num_params():
+        lines.append(
+            f"trained: {trained / 1e6:.2f}M parameters ({trained / model.num_params():.1%}); the rest is frozen"
+        )
     if converted := converted_layers(trainer.model):
         how = "by torchao" if trainer.device.type != "cpu" and not trainer.config.precision.emulate else "emulated"
         names = ", ".join(f"{name} ({number})" if "*" in name else name for name, number in converted.items())

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from spurline.config import RunConfig
 from spurline.data import DataSets, open_data
+from spurline.lora.attach import attach_adapters
 from spurline.models.common.init import initialize_buffers, initialize_parameters
 from spurline.moe.experts.experts import Experts
 from spurline.parallel.compile import compile_function
@@ -17,6 +18,7 @@ from spurline.parallel.fsdp import Sharding
 from spurline.parallel.model import parallelize_model
 from spurline.parallel.precision import convert_layers
 from spurline.parallel.world import World
+from spurline.train.freezing import freeze
 from spurline.train.loss import make_loss_sum
 from spurline.train.metrics.timing import StepTimer, watch_layers
 
@@ -47,6 +49,9 @@ def build_model(config: RunConfig[Any], world: World, draw_weights: bool = True)
     """
     with torch.device("meta"):
         model: nn.Module = config.model.build()
+    if config.lora.rank:
+        attach_adapters(model, config.lora.rank, config.lora.alpha, config.lora.targets)
+    freeze(model, config.training.freeze)
     convert_layers(model, config.precision, world.device)
     check_backends(model, world.device, getattr(torch, config.training.dtype))
     per_param_mesh = False if config.debug.separate_expert_units else None

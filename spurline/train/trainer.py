@@ -6,7 +6,7 @@ B sequences of L tokens in a micro-batch; G sequences in a step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -34,6 +34,7 @@ from spurline.train.optimizer.clip import clip_gradients, gradient_norms
 from spurline.train.optimizer.masked import step_unless
 from spurline.train.optimizer.schedule import learning_rate, set_learning_rate
 from spurline.train.position import Position
+from spurline.train.routing_record import RoutingRecord
 from spurline.train.setup import build_loss, build_model, build_timer, open_data_for_model, set_up_torch
 
 
@@ -48,16 +49,21 @@ class Trainer:
     optimizer: torch.optim.Optimizer
     loss_sum: Callable[[Tensor, Tensor], Tensor]
     timer: StepTimer = field(default_factory=StepTimer)
+    base: dict[str, Any] = field(default_factory=dict)
+    """What checkpoints say of the weights that adapters are trained on; empty without adapters."""
     start: Position = field(default_factory=Position, init=False)
     """Where the run began or was resumed; the data of a step is counted from here."""
     tally: StepTally = field(init=False)
     bad_steps: BadSteps = field(init=False)
+    routing: RoutingRecord | None = field(default=None, init=False)
     _fingerprint: dict[str, Any] | None = field(default=None, init=False)
     _prefetcher: Prefetcher[list[Batch]] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.bad_steps = BadSteps(self)
         self.tally = StepTally(self.device, self.bad_steps.report)
+        if self.config.debug.record_routing or self.config.debug.replay_routing:
+            self.routing = RoutingRecord(self.model, self.config, self.world, self.global_batch_size)
 
     @property
     def device(self) -> torch.device:
@@ -100,7 +106,8 @@ class Trainer:
         with self.timer.phase("data"):
             micro_batches = self.micro_batches(step)
         num_tokens = self.count_tokens(batch.labels_BL for batch in micro_batches)
-        loss = self.accumulate_gradients(micro_batches, num_tokens)
+        with self.routing.step(step) if self.routing else nullcontext():
+            loss = self.accumulate_gradients(micro_batches, num_tokens)
         with self.timer.phase("optimizer"):
             parameters, max_norm = list(self.model.parameters()), config.training.max_grad_norm
             norms_P = gradient_norms(parameters)
@@ -119,6 +126,8 @@ class Trainer:
         total = torch.zeros((), device=self.device)
         once = len(micro_batches) > 1 and not self.config.parallelism.fsdp_reduce_each_micro_batch
         for number, batch in enumerate(micro_batches, 1):
+            if self.routing:
+                self.routing.micro_batch(number)
             if once:
                 reduce_gradients(self.model, number == len(micro_batches))
             with self.timer.phase("forward"):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
-from spurline.comm.gradients import local
+from spurline.lora.adapters import whole
 from spurline.models.common.cache import LayerKVCache, attend_to_past
 from spurline.models.common.context import BlockContext
 from spurline.models.common.decoder_config import YarnConfig
@@ -112,7 +112,7 @@ class LatentAttention(nn.Module):
 
         q . (W_k c) is (W_k^T q) . c, and a weighted sum of W_v c is W_v times the weighted sum of c: -> (B, H, L, V).
         """
-        weight_HFC = local(self.wkv_b.weight).to(q_BHLN.dtype).unflatten(0, (q_BHLN.shape[1], -1))
+        weight_HFC = whole(self.wkv_b.weight_of("weight")).to(q_BHLN.dtype).unflatten(0, (q_BHLN.shape[1], -1))
         key_HNC, value_HVC = weight_HFC.split([self.qk_nope_head_dim, self.v_head_dim], dim=1)
         q_BHLX = torch.cat([torch.einsum("bhln,hnc->bhlc", q_BHLN, key_HNC), q_BHLR], dim=-1)
         past_B1SX = past_BSX.unsqueeze(1)  # one head of keys, shared by all query heads

@@ -5,13 +5,14 @@ block's place. A rank draws the blocks that overlap what it holds, so its work a
 values are the same in every layout.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from spurline.comm.own_part import own_indices
+from spurline.lora.adapters import is_adapter
 from spurline.models.common.decoder_config import DecoderConfig
 from spurline.ops.draw import KeyedGenerator, is_drawn_in_blocks
 
@@ -40,15 +41,23 @@ def initialize(model: nn.Module, seed: int) -> None:
 
 
 @torch.no_grad()
-def initialize_parameters(model: nn.Module, seed: int) -> None:
-    """The parameters' part of `initialize`: all of it that a checkpoint makes superfluous."""
+def initialize_parameters(model: nn.Module, seed: int, only_adapters: bool = False) -> None:
+    """The parameters' part of `initialize`: all of it that a checkpoint makes superfluous.
+
+    With only_adapters, those of the low-rank adapters: for a model whose weights have been loaded.
+    """
     generator = KeyedGenerator()
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
-            _require(module, path, name, "init_parameter(name, tensor, generator)")
             key = f"{seed} {path}.{name}" if path else f"{seed} {name}"
+            if is_adapter(name):
+                _draw_blocks(module.init_adapter, name, parameter, generator, key)
+                continue
+            if only_adapters:
+                continue
+            _require(module, path, name, "init_parameter(name, tensor, generator)")
             if is_drawn_in_blocks(module):
-                _draw_blocks(module, name, parameter, generator, key)
+                _draw_blocks(module.init_parameter, name, parameter, generator, key)
             else:
                 _draw_whole(module, name, parameter, generator, key)
 
@@ -81,7 +90,7 @@ def _require(module: nn.Module, path: str, name: str, method: str) -> None:
         )
 
 
-def _draw_blocks(module: nn.Module, name: str, parameter: Tensor, generator: KeyedGenerator, key: str) -> None:
+def _draw_blocks(fill: Callable[..., None], name: str, parameter: Tensor, generator: KeyedGenerator, key: str) -> None:
     """Fill this rank's part of a parameter, with the memory of one block."""
     part = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     if part.numel() == 0:
@@ -96,7 +105,7 @@ def _draw_blocks(module: nn.Module, name: str, parameter: Tensor, generator: Key
     for row, own_rows, rows_inside in _overlaps(row_r, height):
         for column, own_columns, columns_inside in column_blocks:
             block = torch.empty(min(height, num_rows - row), min(width, num_columns - column), dtype=torch.float32)
-            module.init_parameter(name, block, generator.at(f"{key} {row} {column}"))  # type: ignore[operator]
+            fill(name, block, generator.at(f"{key} {row} {column}"))
             part_rc[own_rows, own_columns] = block[rows_inside][:, columns_inside].to(part.device)
     if not part.is_contiguous():
         part.copy_(part_rc.view(part.shape))

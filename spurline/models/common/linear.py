@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from spurline.comm.gradients import local
+from spurline.lora.adapters import Adaptable, product
 from spurline.models.common.init import INIT_STD
 from spurline.ops.draw import drawn_in_blocks, fill_truncated_normal
 from spurline.ops.low_precision import LowPrecision, linear
 from spurline.parallel.tensor import TensorParallel
 
 
-class Linear(nn.Linear):
+class Linear(nn.Linear, Adaptable):
     """Matrix product, with a bias if asked for: (..., in_dim) -> (..., out_dim)."""
 
     precision: LowPrecision | None = None
@@ -26,8 +27,11 @@ class Linear(nn.Linear):
         self.std = std  # before nn.Linear's constructor, which already fills the weight
         super().__init__(in_dim, out_dim, bias=bias)
 
+    def adaptable_weights(self) -> tuple[str, ...]:
+        return ("weight",)
+
     def forward(self, x: Tensor) -> Tensor:
-        y = linear(x, local(self.weight).to(x.dtype), self.precision)
+        y = product(x, self.weight_of("weight"), self.precision)
         return y if self.bias is None else y + local(self.bias).to(x.dtype)
 
     @drawn_in_blocks
@@ -53,7 +57,7 @@ class SummedLinear(Linear):
         if self.bias is None or self.tp.group is None:
             return super().forward(x)
         share = local(self.bias).to(x.dtype) / self.tp.group.size()
-        return linear(x, local(self.weight).to(x.dtype), self.precision) + share
+        return product(x, self.weight_of("weight"), self.precision) + share
 
 
 class OutputMatrix(Linear):

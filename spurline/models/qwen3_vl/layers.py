@@ -20,7 +20,7 @@ class BiasedLinear(Linear):
         self.bias = nn.Parameter(torch.zeros(out_dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.precision is not None:
+        if self.scale_of or self.precision is not None:
             return super().forward(x)
         return F.linear(x, local(self.weight).to(x.dtype), local(self.bias).to(x.dtype))
 

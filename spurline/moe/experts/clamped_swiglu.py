@@ -1,5 +1,7 @@
 """The experts of gpt-oss: SwiGLU with biases, whose inputs are clamped and whose gate is steeper."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,7 @@ def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 class ClampedSwiGLUExperts(Experts):
-    def formula(self, x_RD: Tensor, products: Products, *weights: Tensor) -> Tensor:
+    def formula(self, x_RD: Tensor, products: Products, *weights: Any) -> Tensor:
         w1_eFD, b1_eF, w3_eFD, b3_eF, w2_eDF, b2_eD = weights
         gate_RF = products.matmul(x_RD, w1_eFD) + products.per_row(b1_eF, x_RD)
         up_RF = products.matmul(x_RD, w3_eFD) + products.per_row(b3_eF, x_RD)

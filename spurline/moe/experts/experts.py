@@ -5,26 +5,27 @@ R rows, D width, F hidden width, e experts on this rank.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from spurline import accelerator
 from spurline.comm.gradients import local
+from spurline.lora.adapters import A, Adaptable, B
 from spurline.moe.config import MoEConfig
 from spurline.moe.kernels.choose import choose_kernel, load_kernels, verdicts
 from spurline.moe.kernels.fused_weights import FusedWeights
 from spurline.moe.kernels.kernel import Kernel, Verdict, Work
 from spurline.moe.kernels.products import Products
-from spurline.moe.layout import axis_names, shape_of
+from spurline.moe.layout import Axis, axis_names, shape_of
 from spurline.moe.registry import LAYOUTS
 from spurline.moe.rows import Rows
 from spurline.ops.draw import drawn_in_blocks, fill_truncated_normal
 from spurline.ops.low_precision import LowPrecision
 
 
-class Experts(nn.Module):
+class Experts(Adaptable):
     """Experts whose weights are as their registered layout says.
 
     A subclass gives `formula`. A weight without a "hidden" axis is the same on all ranks of an expert tensor parallel
@@ -41,6 +42,7 @@ class Experts(nn.Module):
         self.kind, self.backend = config.experts, config.experts_backend
         self.width, self.hidden = config.dim, config.hidden_dim
         self.layout = LAYOUTS[self.kind]
+        self.weight_names = tuple(self.layout)
         self.hidden_shards = 1
         self.init_std, self.output_std = init_std, output_std or init_std
         for name in self.layout:
@@ -49,8 +51,10 @@ class Experts(nn.Module):
         self.fused_weights = FusedWeights()
         load_kernels(self.backend)
 
-    def formula(self, x_RD: Tensor, products: Products, *weights: Tensor) -> Tensor:
+    def formula(self, x_RD: Tensor, products: Products, *weights: Any) -> Tensor:
         """(R, D) -> (R, D): the experts' output, with the weights in the order of the layout.
+
+        Weights are for `products` alone: a tensor, or one with its adapter.
 
         `products.matmul(rows, weight)` multiplies each row with the matrix of its expert; `products.per_row(bias,
         rows)` gives each row the bias of its expert. Experts that say `applies_weights` multiply the hidden state of
@@ -80,18 +84,33 @@ class Experts(nn.Module):
         if rows.start is not None:
             rows = rows.started()
         kernel = choose_kernel(self.work(rows), self.backend)
-        return kernel.run(self, rows if rows.arrival is None else rows.arrived())
+        rows = rows if rows.arrival is None else rows.arrived()
+        return self.by_products(kernel, rows) if self.scale_of else kernel.run(self, rows)
 
     def by_products(self, kernel: Kernel, rows: Rows) -> Rows:
         """The formula, product by product, on any kernel that multiplies."""
         x_RD, weight_R = rows.tensor(), rows.weight_to_apply() if self.applies_weights else None
         counts = rows.counts.with_host_count() if kernel.counts_on_host else rows.counts
-        y_RD = self.formula(x_RD, Products(kernel, counts, weight_R, self.precision), *self.weights())
+        products = Products(kernel, counts, weight_R, self.precision)
+        y_RD = self.formula(x_RD, products, *map(self.weight_of, self.weight_names))
         return rows.output(y_RD, is_weighed=weight_R is not None)
 
     def weights(self) -> list[Tensor]:
-        """This rank's part of each weight, in the order of the layout."""
-        return list(map(local, self.parameters(recurse=False)))
+        """This rank's part of each weight, in the order of the layout, without adapters."""
+        return list(map(local, map(self._parameters.__getitem__, self.weight_names)))  # type: ignore[arg-type]
+
+    def adaptable_weights(self) -> tuple[str, ...]:
+        """The stacked matrices, not the biases."""
+        return tuple(name for name in self.weight_names if len(axis_names(self.layout, name)) == 3)
+
+    def add_adapter(self, name: str, rank: int, scale: float) -> None:
+        super().add_adapter(name, rank, scale)
+        expert, outputs, inputs = self.layout[name]
+        self.layout = {
+            **self.layout,
+            name + A: (expert, Axis("rank"), inputs),
+            name + B: (expert, outputs, Axis("rank")),
+        }
 
     def can_cache(self) -> bool:
         """Whether copies of the weights may be kept: every edit of them must leave a trace.
@@ -121,12 +140,14 @@ class Experts(nn.Module):
             grad,
             cacheable,
             "none" if self.precision is None else self.precision.recipe,
+            adapted=bool(self.scale_of),
         )
 
     def check_backend(self, device: str, dtype: torch.dtype) -> None:
         """A ValueError if the chosen kernel can't compute these experts on such a device, whatever their rows are."""
         precision = "none" if self.precision is None else self.precision.recipe
-        work = Work(self.kind, accelerator.stand_in or device, dtype, self.width, self.hidden, 1, precision=precision)
+        adapted, device = bool(self.scale_of), accelerator.stand_in or device
+        work = Work(self.kind, device, dtype, self.width, self.hidden, 1, precision=precision, adapted=adapted)
         choose_kernel(work, self.backend)
 
     def verdicts(self, rows: Rows) -> dict[str, Verdict]:

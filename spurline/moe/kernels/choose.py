@@ -56,16 +56,23 @@ def _choose(work: Work, wanted: str) -> Kernel:
     if wanted == "auto":
         best, highest = None, -1
         for name in OURS:
-            score = kernel_named(name).suits(work).score
+            score = verdict_of(kernel_named(name), work).score
             if score > highest:
                 best, highest = kernel_named(name), score
         assert best is not None
         return best
     kernel = kernel_named(wanted)
-    verdict = kernel.suits(work)
+    verdict = verdict_of(kernel, work)
     if not verdict.score:
         raise ValueError(f"experts_backend {wanted!r} {verdict.why}: choose 'loop' or 'auto'")
     return kernel
+
+
+def verdict_of(kernel: Kernel, work: Work) -> Verdict:
+    """What a kernel is worth for the work; adapters are multiplied product by product."""
+    if work.adapted and not kernel.multiplies:
+        return Verdict(0, "computes experts as a whole, and these have adapters (lora.targets)")
+    return kernel.suits(work)
 
 
 OURS = tuple(KERNELS)
@@ -74,7 +81,7 @@ OURS = tuple(KERNELS)
 
 def verdicts(work: Work) -> dict[str, Verdict]:
     """What each kernel says of this work, the chosen one first."""
-    found = {name: kernel_named(name).suits(work) for name in OURS}
+    found = {name: verdict_of(kernel_named(name), work) for name in OURS}
     return dict(sorted(found.items(), key=lambda item: -item[1].score))
 
 

@@ -36,6 +36,8 @@ class Work:
     """Whether copies of the weights may be kept between calls: edits of them can be noticed."""
     precision: str = "none"
     """The recipe of products in 8 bits: they are made one by one."""
+    adapted: bool = False
+    """Whether weights have adapters: then products are wanted, and no kernel that computes experts as a whole."""
 
 
 class Verdict(NamedTuple):
@@ -68,6 +70,11 @@ class Kernel:
     def outer(self, a_RO: Tensor, b_RI: Tensor, count_e: Tensor) -> Tensor:
         """(R, O) and (R, I) -> (e, O, I): each expert's a^T b, zeros without rows. No autograd needed."""
         raise NotImplementedError
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether it has products of its own."""
+        return type(self).matmul is not Kernel.matmul
 
     def run(self, experts: Experts, rows: Rows) -> Rows:
         """The experts' output for these rows; by default their formula, product by product."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from spurline.lora.adapters import LowRank
 from spurline.moe.kernels.grouped import grouped_matmul
 from spurline.moe.kernels.kernel import Kernel
 from spurline.moe.kernels.low_precision import low_precision_matmul
@@ -25,8 +26,12 @@ class Products:
     precision: LowPrecision | None = None
     """How matrices are multiplied, if not in the rows' dtype."""
 
-    def matmul(self, rows_RI: Tensor, w_eOI: Tensor) -> Tensor:
+    def matmul(self, rows_RI: Tensor, w_eOI: Tensor | LowRank) -> Tensor:
         """(R, I) and (e, O, I) -> (R, O): each row times the transposed matrix of its expert, in the rows' dtype."""
+        if isinstance(w_eOI, LowRank):
+            of_adapter = self if self.precision is None else replace(self, precision=None)
+            low_Rr = of_adapter.matmul(rows_RI, w_eOI.a) * w_eOI.scale
+            return self.matmul(rows_RI, w_eOI.weight) + of_adapter.matmul(low_Rr, w_eOI.b)
         w_eOI, count_e = w_eOI.to(rows_RI.dtype), self._count_e(rows_RI)
         if self.precision is None:
             return grouped_matmul(rows_RI, w_eOI, count_e, self.kernel.name)

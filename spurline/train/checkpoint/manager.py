@@ -202,13 +202,20 @@ class CheckpointManager:
             raise ValueError(f"the checkpoint of step {step} is damaged: {'; '.join(problems)}")
         return checkpoint
 
-    def load(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    def load(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        tensors_of: Callable[[nn.Module], dict[str, Tensor]] = model_tensors,
+    ) -> dict[str, Any]:
         """Load the model, and the optimizer if there is one, in place from `step`; returns the checkpoint's `extra`.
 
-        A checkpoint that is damaged or of another model raises a ValueError before anything is changed.
+        `tensors_of` says what of the model is loaded: all that `save` writes of it, or its base alone. A checkpoint
+        that is damaged or of another model raises a ValueError before anything is changed.
         """
         ranks = Ranks()
-        extra, not_finite = self._load(self.open(step), model, optimizer, ranks)
+        extra, not_finite = self._load(self.open(step), model, optimizer, ranks, tensors_of=tensors_of)
         if not_finite:
             raise ValueError(f"the checkpoint of step {step} is of a run that has diverged: {not_finite}")
         return extra
@@ -284,9 +291,10 @@ class CheckpointManager:
         optimizer: torch.optim.Optimizer | None,
         ranks: Ranks,
         check_extra: Callable[[int, dict[str, Any]], None] = lambda step, extra: None,
+        tensors_of: Callable[[nn.Module], dict[str, Tensor]] = model_tensors,
     ) -> tuple[dict[str, Any], str]:
         """Load in place; returns `extra`, and which tensor is not finite (or "")."""
-        tensors, saved = model_tensors(model), checkpoint.layout.tensors
+        tensors, saved = tensors_of(model), checkpoint.layout.tensors
         extra: dict[str, Any] = {}
         of_optimizer: dict[str, Tensor] = {}
 
@@ -299,7 +307,8 @@ class CheckpointManager:
         ranks.gather(check)
         state = {**tensors, **of_optimizer}
         self._read(checkpoint, state, ranks)
-        model.load_state_dict({name.removeprefix("model."): state[name] for name in tensors})
+        # Not strict, as the adapters of a model or its base may be loaded alone; names have been compared above.
+        model.load_state_dict({name.removeprefix("model."): state[name] for name in tensors}, strict=False)
         if optimizer:
             load_optimizer_tensors(model, optimizer, of_optimizer)
             self._best_validation_loss = checkpoint.record.best_validation_loss

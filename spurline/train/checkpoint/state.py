@@ -7,11 +7,19 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from spurline.lora.adapters import is_adapter
 from spurline.train.checkpoint.layout import TensorLayout
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    return {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    """Parameters and persistent buffers; of a model with adapters, those alone."""
+    tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    return {name: tensor for name, tensor in tensors.items() if is_adapter(name)} or tensors
+
+
+def base_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers without the adapters: what a model without any has."""
+    return {f"model.{name}": tensor for name, tensor in model.state_dict().items() if not is_adapter(name)}
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

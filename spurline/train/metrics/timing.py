@@ -6,6 +6,7 @@ Every moment counts for one part, the innermost, so that the parts add up to the
 from __future__ import annotations
 
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -139,6 +140,8 @@ def watch_layers(model: nn.Module, timer: StepTimer) -> None:
     rows to the experts and back (rows that experts gather themselves count for the experts). Not for compiled models,
     where the hooks would be traced.
     """
+    # Where all before a layer is frozen, its backward ends with its weights: that is no reason to warn.
+    warnings.filterwarnings("ignore", message="Full backward hook is firing")
     for block in blocks_of(model):
         for child in block.children():
             # Of others only the forward: a backward pass may recompute a whole block from within its MoE layer.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -12,7 +11,7 @@ from spurline.config import Optimizer
 from spurline.config_io import ConfigError
 from spurline.moe.layer import MoE
 from spurline.parallel.blocks import blocks_of
-from spurline.parameter_rules import ONLY_FOR, ParameterRule
+from spurline.parameter_rules import ONLY_FOR, ParameterRule, names_near
 
 
 class Kind(NamedTuple):
@@ -91,8 +90,7 @@ def _problems(rules: tuple[ParameterRule, ...], members: dict[Kind, dict[str, Te
             if any(map(rule.matches, every_name)):
                 found.append(f"{about} rules before it match all that {rule.pattern} matches; the first match counts")
             else:
-                near = get_close_matches(rule.pattern, every_name, n=1, cutoff=0.0)
-                hint = f"; names look like {near[0]}" if near else ""
+                hint = names_near(rule.pattern, every_name)
                 found.append(f"{about} {rule.pattern} matches no trainable parameter{hint}")
         for kind, of_kind in sorted(members.items()):
             if kind.rule == position:

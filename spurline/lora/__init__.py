@@ -1,0 +1,1 @@
+"""Low-rank adapters (LoRA): W + alpha / rank * B A, with W frozen."""

@@ -1,0 +1,89 @@
+"""A tape of routing decisions: routers write to it, or read from it what they are to decide.
+
+S sequences of L positions in a step, K experts per token, T tokens of this rank's micro-batch. A tape belongs to the
+routers of one model (`put_on_tape`) and moves on with the micro-batches of its trainer; elsewhere it is off.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from spurline.comm.sequence import SequenceShard
+from spurline.moe.balance import routers
+
+Ids = npt.NDArray[np.uint16]
+Weights = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which tokens of the step a micro-batch has on this rank."""
+
+    sequences: tuple[int, ...]
+    """Numbers of its sequences, counted from the first of the step."""
+    length: int
+    """Positions of a sequence."""
+    num_shares: int = 1
+    """Into how many shares the positions of a sequence are split..."""
+    share: int = 0
+    """... and which one is this rank's."""
+
+    def positions(self, layer: str) -> slice:
+        """This rank's positions in a layer. A module that predicts k tokens further has k positions less."""
+        further = re.match(r"mtp\.(\d+)\.", layer)
+        length = self.length - (int(further[1]) + 1 if further else 0)
+        shard = SequenceShard(length, self.num_shares, self.share)
+        return slice(shard.start, shard.stop)
+
+
+class RoutingTape:
+    """The decisions of a step by layer, as they are made or as they are to be made."""
+
+    def __init__(self, records: bool, with_weights: bool = False) -> None:
+        self.records, self.with_weights = records, with_weights
+        self.place: Place | None = None
+        """None where nothing is recorded or replayed: in validation and generation."""
+        self.ids: dict[str, list[tuple[Place, Ids]]] = {}
+        self.weights: dict[str, list[tuple[Place, Weights]]] = {}
+        self.replayed: Mapping[str, Ids] | None = None
+        """For each layer the decisions of the whole step, (S, L, K)."""
+
+    def decided(self, layer: str, expert_TK: Tensor) -> Tensor:
+        """What is to be done instead of the router's own decision, or that."""
+        if self.place is None or self.replayed is None:
+            return expert_TK
+        part = self.replayed[layer][list(self.place.sequences)][:, self.place.positions(layer)]
+        ids = torch.from_numpy(part.astype(np.int64)).flatten(0, 1).to(expert_TK.device)
+        if ids.shape != expert_TK.shape:
+            raise ValueError(
+                f"{layer}: the recording has decisions {tuple(ids.shape)} for this micro-batch, and the router makes"
+                f" {tuple(expert_TK.shape)}"
+            )
+        return ids
+
+    def note(self, layer: str, expert_TK: Tensor, weight_TK: Tensor) -> None:
+        """Keep a decision; once, however often a backward pass computes it again."""
+        if self.place is None or not self.records or torch._C._current_graph_task_id() != -1:
+            return
+        shape = len(self.place.sequences), -1, expert_TK.shape[1]
+        ids = expert_TK.detach().cpu().numpy().astype(np.uint16).reshape(shape)
+        self.ids.setdefault(layer, []).append((self.place, ids))
+        if self.with_weights:
+            weights = weight_TK.detach().float().cpu().numpy().reshape(shape)
+            self.weights.setdefault(layer, []).append((self.place, weights))
+
+    def clear(self) -> None:
+        self.ids, self.weights, self.place = {}, {}, None
+
+
+def put_on_tape(model: nn.Module, tape: RoutingTape | None) -> None:
+    """Have all routers of a model write to a tape, or read from it; None: no more."""
+    for layer, router in routers(model).items():
+        router.tape, router.layer = tape, layer

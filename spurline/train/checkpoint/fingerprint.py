@@ -1,0 +1,61 @@
+"""A fingerprint of weights that depends on their values alone: not on files, dtypes of storage, or sharding."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+_CHUNK = 1 << 22
+
+
+@torch.no_grad()
+def fingerprint(tensors: Mapping[str, Tensor]) -> str:
+    """32 hexadecimal digits; all ranks together, where there are several, and the same on all of them.
+
+    Each tensor is summed over the bits of its elements in float32, and over their squares, in integers: exact in any
+    order. So sums of parts add up over ranks; a part that several ranks hold is counted by the first of them.
+    """
+    names = sorted(tensors)
+    none = torch.zeros(2, dtype=torch.int64)
+    sums = torch.stack([_sums(tensors[name]) if _is_counted(tensors[name]) else none for name in names])
+    if dist.is_initialized():
+        on_device = sums.to(tensors[names[0]].device)
+        dist.all_reduce(on_device)
+        sums = on_device.cpu()
+    return _digest({name: tuple(tensors[name].shape) for name in names}, sums)
+
+
+def fingerprint_by_name(shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], Tensor]) -> str:
+    """The same of whole tensors on one process, of which one at a time is read."""
+    names = sorted(shapes)
+    return _digest({name: shapes[name] for name in names}, torch.stack([_sums(read(name)) for name in names]))
+
+
+def _digest(shapes: Mapping[str, tuple[int, ...]], sums: Tensor) -> str:
+    lines = [f"{name} {shape} {values}" for (name, shape), values in zip(shapes.items(), sums.tolist(), strict=True)]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
+
+
+def _sums(tensor: Tensor) -> Tensor:
+    part = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().flatten()
+    total = torch.zeros(2, dtype=torch.int64, device=part.device)
+    for chunk in part.split(_CHUNK):
+        bits = chunk.to(torch.float32).view(torch.int32).to(torch.int64)
+        total += torch.stack([bits.sum(), (bits * bits).sum()])  # integers that overflow wrap around, in any order
+    return total.cpu()
+
+
+def _is_counted(tensor: Tensor) -> bool:
+    """Whether this rank is the first of those that hold the same part."""
+    if not dist.is_initialized():
+        return True
+    if not isinstance(tensor, DTensor):
+        return dist.get_rank() == 0
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None
+    return all(at == 0 for at, placement in zip(coordinate, tensor.placements, strict=True) if placement.is_replicate())

@@ -1,0 +1,54 @@
+"""Frozen parameters under FSDP2, expert and tensor parallelism: the steps of one process with the reference's loops."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spurline.config import Parallelism, RunConfig
+from spurline.testing import RankPool
+from spurline.testing.tiny import tiny_model, tiny_run
+from spurline.testing.verification.measure import Errors, measure_cell, save_reference
+
+MODEL = tiny_model(moe={"score_func": "sigmoid", "bias_update_rate": 1e-2, "aux_loss": "sequence"})
+FROZEN = {
+    "part": ("layers.0.*", "*.experts.w1_EFD", "layers.1.moe.router.*", "norm.*"),
+    "first-layers": ("embedding.*", "layers.[01].*"),
+    "all-but-experts": ("*", "!*.experts.*"),
+}
+
+
+def run_config(parallelism: Parallelism, frozen: str, num_data_ranks: int, **sections: Any) -> RunConfig[Any]:
+    training = {"steps": 3, "global_batch_size": 8, "local_batch_size": 8 // num_data_ranks, "freeze": FROZEN[frozen]}
+    return replace(tiny_run("unused", MODEL, training=training, **sections), parallelism=parallelism)
+
+
+def measure(rank: int, config: RunConfig[Any], path: str) -> list[Errors]:
+    return measure_cell(config, path)
+
+
+@pytest.mark.parametrize(
+    ("frozen", "ranks_of", "compiled"),
+    [
+        ("part", {"data_parallel_shard_degree": 2, "expert_parallel_degree": 2}, False),
+        ("first-layers", {"data_parallel_shard_degree": 2}, False),
+        ("all-but-experts", {"tensor_parallel_degree": 2, "expert_parallel_degree": 2}, False),
+        pytest.param("part", {"data_parallel_shard_degree": 2}, True, marks=pytest.mark.slow),
+        pytest.param("first-layers", {"tensor_parallel_degree": 2}, False, marks=pytest.mark.slow),
+    ],
+)
+def test_frozen_run_on_ranks_is_that_of_the_reference(
+    ranks: RankPool, tmp_path: Path, frozen: str, ranks_of: dict[str, int], compiled: bool
+) -> None:
+    path = str(tmp_path / "expected.pt")
+    save_reference(run_config(Parallelism(), frozen, 1), path)
+    compile_options = {"enable": compiled, "components": "model", "backend": "aot_eager"}
+    config = run_config(Parallelism(**ranks_of), frozen, 2 // ranks_of.get("tensor_parallel_degree", 1))
+    config = replace(config, compile=replace(config.compile, **compile_options))
+    for of_rank in ranks.run(measure, 2, config, path):
+        for errors in of_rank:
+            worst = {kind: max(by_name.values(), default=0.0) for kind, by_name in errors.items()}
+            assert worst["rows"] == 0
+            assert {kind: error for kind, error in worst.items() if error > 1e-4} == {}
+            assert 0 < len(errors["gradient"]) < len(errors["weight"])

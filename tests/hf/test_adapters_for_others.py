@@ -1,0 +1,103 @@
+"""Adapters of a run in the hands of peft and transformers: the same answers, exported as adapters or merged."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from their_models import load, make
+
+from spurline import config_io
+from spurline.cli import main
+from spurline.config import Job, Lora
+from spurline.lora.adapters import is_adapter
+from spurline.testing.tiny import write_words
+from spurline.tools.generate import load_model
+from spurline.train.base_model import load_base
+from spurline.train.checkpoint.manager import CheckpointManager
+from spurline.train.trainer import make_trainer
+
+ALL = Lora().targets
+
+
+def adapted_run(tmp_path: Path, name: str, targets: tuple[str, ...] = ALL) -> tuple[Path, Path]:
+    """A model of theirs, and a run folder of ours with random adapters on it."""
+    theirs, base, run = tmp_path / "theirs", tmp_path / "base", tmp_path / "run"
+    make(name).save_pretrained(theirs)
+    assert main(["convert", "from-hf", str(theirs), str(base)]) == 0
+    family, preset, config = config_io.load(base / "config.json")
+    (tmp_path / "text").mkdir()
+    config = replace(
+        config,
+        job=Job(dump_folder=str(run)),
+        lora=Lora(rank=3, alpha=6.0, targets=targets, base=str(base)),
+        data=replace(config.data, path=str(write_words(tmp_path / "text")), tokenizer=""),
+        training=replace(config.training, dtype="float32"),
+    )
+    trainer = make_trainer(config, draw_weights=False)
+    described = load_base(trainer.model, config)
+    for parameter in (p for name, p in trainer.model.named_parameters() if is_adapter(name)):
+        torch.nn.init.normal_(parameter, std=0.2)
+    CheckpointManager(run, 1, 0).save(5, trainer.model, trainer.optimizer, described)
+    config_io.save(run / "config.json", family, preset, config)
+    return theirs, run
+
+
+def logits_of(model: Any, tokens_BL: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        found = model(tokens_BL)
+    return found if isinstance(found, torch.Tensor) else found.logits
+
+
+CASES = {
+    "llama": ALL,
+    "qwen3_moe-square-dense-first": ALL,
+    "qwen3_moe": ("*.experts.w1_EFD", "*.wq.weight"),
+    "deepseek_v3": ALL,
+    "mixtral": ALL,
+    "gpt_oss": ALL,
+    "qwen2_moe": ALL,
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in ("llama", "mixtral", "qwen2_moe") else [])
+        for name in CASES
+    ],
+)
+def test_peft_and_merged_weights_answer_as_the_run_does(tmp_path: Path, name: str) -> None:
+    theirs, run = adapted_run(tmp_path, name, CASES[name])
+    tokens_BL = torch.randint(200, (2, 20))
+    expected = logits_of(load_model(run, config_io.load(run / "config.json")[2], None), tokens_BL)
+    plain = logits_of(load(theirs), tokens_BL)
+    assert (expected - plain).abs().max() > 0.1 * plain.abs().max(), "the adapters do nothing"
+
+    assert main(["convert", "to-peft", str(run), str(tmp_path / "adapter")]) == 0
+    with_adapters = peft.PeftModel.from_pretrained(load(theirs), tmp_path / "adapter")
+    torch.testing.assert_close(logits_of(with_adapters, tokens_BL), expected, rtol=1e-4, atol=1e-4)
+
+    assert main(["convert", "merge", str(run), str(tmp_path / "merged")]) == 0
+    assert main(["convert", "to-hf", str(tmp_path / "merged"), str(tmp_path / "out"), "--verify"]) == 0
+    torch.testing.assert_close(logits_of(load(tmp_path / "out"), tokens_BL), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_what_can_not_be_merged_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, run = adapted_run(tmp_path, "qwen3_moe")
+    base = tmp_path / "base"
+
+    def says(*command: str) -> str:
+        capsys.readouterr()
+        assert main(["convert", *command, str(tmp_path / "new")]) == 2
+        assert not (tmp_path / "new").exists()
+        return capsys.readouterr().err
+
+    assert "has no adapters (lora.rank is 0)" in says("merge", str(base))
+    assert "has adapters and no weights of its own" in says("to-hf", str(run))
+    assert "there is no complete checkpoint" in says("merge", str(run), "--step", "4")
+    shutil.rmtree(base / "checkpoints" / "step-00000000")
+    assert "has no complete checkpoint" in says("to-peft", str(run))
