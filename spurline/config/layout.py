@@ -12,7 +12,8 @@ from spurline.typed_json import ADDED_LATER
 
 @dataclass(frozen=True)
 class Parallelism:
-    """replicate x shard x tensor = number of ranks; expert x expert_tensor must divide shard x tensor."""
+    """replicate x shard x context x tensor = number of ranks; expert x expert_tensor must divide shard x context x
+    tensor."""
 
     data_parallel_replicate_degree: int = 1
     """Replicas of the model (HSDP; 1: none, that is plain FSDP)."""
@@ -30,6 +31,12 @@ class Parallelism:
     fsdp_reduce_each_micro_batch: bool = field(default=False, metadata=ADDED_LATER)
     """Reduce gradients over ranks with each micro-batch, not once per step: holds no unsharded gradients between
     micro-batches, for as many times the traffic."""
+
+    context_parallel_degree: int = field(default=1, metadata=ADDED_LATER)
+    """Ranks that share the positions of every sequence, for sequences that don't fit one rank."""
+    context_parallel_kind: Literal["all_gather", "ulysses"] = field(default="all_gather", metadata=ADDED_LATER)
+    """How attention reaches other ranks' positions: gather keys and values (latent attention: the narrow latent), or
+    exchange positions for heads, which need as many heads as ranks."""
 
     def problems(self) -> list[str]:
         found = [

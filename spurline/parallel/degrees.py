@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from math import gcd, log2
+from math import gcd, log2, prod
 from typing import Any
 
 from spurline.config import ParallelFacts, Parallelism, Training
@@ -13,17 +13,21 @@ from spurline.config import ParallelFacts, Parallelism, Training
 
 @dataclass(frozen=True)
 class Degrees:
-    """The sizes of the axes of both views: dp_replicate x dp_shard x tp = dp_replicate x efsdp x ep x etp = world."""
+    """The sizes of the axes of both views of the ranks.
+
+    dp_replicate x dp_shard x cp x tp = dp_replicate x efsdp x ep x etp = world.
+    """
 
     dp_replicate: int
     dp_shard: int
     tp: int
     ep: int
     etp: int
+    cp: int = 1
 
     @property
     def world(self) -> int:
-        return self.dp * self.tp
+        return self.dp * self.cp * self.tp
 
     @property
     def dp(self) -> int:
@@ -33,19 +37,19 @@ class Degrees:
     @property
     def efsdp(self) -> int:
         """The ranks that share the parameters of the same experts."""
-        return self.dp_shard * self.tp // (self.ep * self.etp)
+        return self.dp_shard * self.cp * self.tp // (self.ep * self.etp)
 
 
 def resolve_degrees(parallelism: Parallelism, world_size: int) -> Degrees:
     """The degrees on world_size ranks, with the ranks that are left in place of -1."""
-    replicate, tensor = parallelism.data_parallel_replicate_degree, parallelism.tensor_parallel_degree
     shard = parallelism.data_parallel_shard_degree
     return Degrees(
-        dp_replicate=replicate,
-        dp_shard=world_size // (replicate * tensor) if shard == -1 else shard,
-        tp=tensor,
+        dp_replicate=parallelism.data_parallel_replicate_degree,
+        dp_shard=world_size // _ranks_without_shard(parallelism) if shard == -1 else shard,
+        tp=parallelism.tensor_parallel_degree,
         ep=parallelism.expert_parallel_degree,
         etp=parallelism.expert_tensor_parallel_degree,
+        cp=parallelism.context_parallel_degree,
     )
 
 
@@ -67,7 +71,7 @@ def degree_problems(parallelism: Parallelism, world_size: int, *, model: Any, tr
 
 
 def _problems(parallelism: Parallelism, world_size: int, facts: ParallelFacts | None, training: Training) -> list[str]:
-    found = _split_problems(parallelism, world_size, facts, training.seq_len)
+    found = _split_problems(parallelism, world_size, facts, training)
     d = resolve_degrees(parallelism, world_size)
     # With dp 1, that local_batch_size divides the batch is a matter of the training section alone.
     if d.dp > 1 and _has_shard_degree(parallelism, world_size) and _batch_options(training, d.dp):
@@ -80,35 +84,63 @@ def _problems(parallelism: Parallelism, world_size: int, facts: ParallelFacts | 
     return found
 
 
-def _split_problems(parallelism: Parallelism, world_size: int, facts: ParallelFacts | None, seq_len: int) -> list[str]:
+def _split_problems(
+    parallelism: Parallelism, world_size: int, facts: ParallelFacts | None, training: Training
+) -> list[str]:
     """Why the ranks can't be arranged, or the sequences and the model can't be split, in this way."""
     d = resolve_degrees(parallelism, world_size)
     found = _rank_problems(d, world_size, _has_shard_degree(parallelism, world_size))
     if d.etp > 1 and d.ep == 1:
         found.append(f"parallelism.expert_tensor_parallel_degree {d.etp} needs an expert_parallel_degree above 1")
-    if 0 < seq_len < d.tp:
+    if 0 < training.seq_len < d.cp * d.tp:
+        share = {"context_parallel_degree": d.cp, "tensor_parallel_degree": d.tp}
         found.append(
-            f"training.seq_len {seq_len} is shorter than parallelism.tensor_parallel_degree {d.tp}, whose ranks share"
-            " the positions of a sequence"
+            f"training.seq_len {training.seq_len} is shorter than parallelism.{_product(share, least=2)}, whose ranks"
+            " share the positions of a sequence"
         )
-    return found + (_model_problems(d, facts) if facts is not None else [])
+    if facts is None:
+        return found
+    return found + _model_problems(d, facts) + _head_problems(d, facts, parallelism.context_parallel_kind)
 
 
 def _rank_problems(d: Degrees, world_size: int, has_shard_degree: bool) -> list[str]:
-    replicate, tensor = f"data_parallel_replicate_degree {d.dp_replicate}", f"tensor_parallel_degree {d.tp}"
     are = "is" if world_size == 1 else "are"
     but_there_are = f"but there {are} {_count(world_size, 'rank')}"
+    shard = {"data_parallel_shard_degree": d.dp_shard}
+    replicate, tensor = {"data_parallel_replicate_degree": d.dp_replicate}, {"tensor_parallel_degree": d.tp}
+    context = {"context_parallel_degree": d.cp} if d.cp > 1 else {}
     if not has_shard_degree:
-        product = d.dp_replicate * d.tp
-        return [f"parallelism: {replicate} x {tensor} = {product} must divide the number of ranks, {but_there_are}"]
-    shard, found = f"data_parallel_shard_degree {d.dp_shard}", []
+        product = _product(replicate | context | tensor)
+        return [f"parallelism: {product} must divide the number of ranks, {but_there_are}"]
+    found = []
     if d.world != world_size:
-        found.append(f"parallelism: {replicate} x {shard} x {tensor} = {d.world}, {but_there_are}")
-    if d.dp_shard * d.tp % (d.ep * d.etp):
-        found.append(
-            f"parallelism: expert_parallel_degree {d.ep} x expert_tensor_parallel_degree {d.etp} = {d.ep * d.etp}"
-            f" does not divide {shard} x {tensor} = {d.dp_shard * d.tp}"
-        )
+        found.append(f"parallelism: {_product(replicate | shard | context | tensor)}, {but_there_are}")
+    if d.dp_shard * d.cp * d.tp % (d.ep * d.etp):
+        experts = {"expert_parallel_degree": d.ep, "expert_tensor_parallel_degree": d.etp}
+        found.append(f"parallelism: {_product(experts)} does not divide {_product(shard | context | tensor)}")
+    return found
+
+
+def _product(degrees: dict[str, int], least: int = 1) -> str:
+    """`a 2 x b 3 = 6`, of the degrees that are at least `least`."""
+    shown = {name: degree for name, degree in degrees.items() if degree >= least}
+    factors = " x ".join(f"{name} {degree}" for name, degree in shown.items())
+    return factors if len(shown) == 1 else f"{factors} = {prod(shown.values())}"
+
+
+def _head_problems(d: Degrees, facts: ParallelFacts, kind: str) -> list[str]:
+    """Why the ranks of context parallelism can't share the heads that a rank of tensor parallelism has."""
+    if kind != "ulysses" or d.cp == 1:
+        return []
+    found = []
+    for number, what in ((facts.num_heads, "attention head"), (facts.num_kv_heads, "key and value head")):
+        if number is not None and number % d.tp == 0 and number // d.tp % d.cp:
+            own = f"a rank's {_count(number // d.tp, what)}" if d.tp > 1 else f"the model's {_count(number, what)}"
+            relation = "is more than" if number // d.tp < d.cp else "does not divide"
+            found.append(
+                f"parallelism.context_parallel_degree {d.cp} {relation} {own}, which context_parallel_kind ulysses"
+                " shares: all_gather has no such limit"
+            )
     return found
 
 
@@ -144,8 +176,13 @@ def _model_problems(d: Degrees, facts: ParallelFacts) -> list[str]:
 
 def _has_shard_degree(parallelism: Parallelism, world_size: int) -> bool:
     """Whether the shard degree was given, or can be filled in."""
-    others = parallelism.data_parallel_replicate_degree * parallelism.tensor_parallel_degree
-    return parallelism.data_parallel_shard_degree != -1 or world_size % others == 0
+    return parallelism.data_parallel_shard_degree != -1 or world_size % _ranks_without_shard(parallelism) == 0
+
+
+def _ranks_without_shard(parallelism: Parallelism) -> int:
+    """The product of all dense degrees but data_parallel_shard_degree."""
+    p = parallelism
+    return p.data_parallel_replicate_degree * p.context_parallel_degree * p.tensor_parallel_degree
 
 
 def _count(number: int, thing: str) -> str:
@@ -154,6 +191,7 @@ def _count(number: int, thing: str) -> str:
 
 # From the one that a person is least likely to want changed.
 _NAMES = (
+    "context_parallel_degree",
     "tensor_parallel_degree",
     "expert_parallel_degree",
     "expert_tensor_parallel_degree",
@@ -178,21 +216,36 @@ def _nearest(parallelism: Parallelism, world_size: int, facts: ParallelFacts | N
         # Rounded, so that the last bits of a logarithm don't decide between equals.
         return len(changed), len(batch_options(other)), which, round(doublings, 6)
 
-    combinations = _combinations(world_size, keep_minus_one=parallelism.data_parallel_shard_degree == -1)
-    working = [other for other in combinations if not _split_problems(other, world_size, facts, training.seq_len)]
+    combinations = _combinations(world_size, parallelism)
+    working = [other for other in combinations if not _split_problems(other, world_size, facts, training)]
     nearest = min(working, key=distance)
     options = [f"--parallelism.{name} {getattr(nearest, name)}" for name in changes(nearest)]
     return " ".join(options + batch_options(nearest))
 
 
-def _combinations(world_size: int, keep_minus_one: bool) -> Iterator[Parallelism]:
-    """Every way to arrange world_size ranks in both views; of two that are as near, the first is the better."""
-    for replicate in _divisors(world_size):
-        for tensor in _divisors(world_size // replicate):
-            shard = world_size // (replicate * tensor)
-            for expert_tensor in _divisors(shard * tensor):
-                for expert in _divisors(shard * tensor // expert_tensor):
-                    yield Parallelism(replicate, -1 if keep_minus_one else shard, tensor, expert, expert_tensor)
+def _combinations(world_size: int, asked: Parallelism) -> Iterator[Parallelism]:
+    """Ways to arrange world_size ranks in both views; of two that are as near, the first is the better.
+
+    None has more context parallelism than was asked for: who did not ask for it is not told to use it.
+    """
+    for context in _divisors(world_size):
+        if context > asked.context_parallel_degree:
+            break
+        for replicate in _divisors(world_size // context):
+            for tensor in _divisors(world_size // (context * replicate)):
+                shard = world_size // (context * replicate * tensor)
+                spread = shard * context * tensor
+                for expert_tensor in _divisors(spread):
+                    for expert in _divisors(spread // expert_tensor):
+                        yield replace(
+                            asked,
+                            data_parallel_replicate_degree=replicate,
+                            data_parallel_shard_degree=-1 if asked.data_parallel_shard_degree == -1 else shard,
+                            tensor_parallel_degree=tensor,
+                            expert_parallel_degree=expert,
+                            expert_tensor_parallel_degree=expert_tensor,
+                            context_parallel_degree=context,
+                        )
 
 
 @cache
@@ -215,8 +268,8 @@ def _nearest_world(parallelism: Parallelism, world_size: int) -> int:
     d = resolve_degrees(parallelism, world_size)
     if parallelism.data_parallel_shard_degree != -1:
         return d.world
-    least_shard = d.ep * d.etp // gcd(d.ep * d.etp, d.tp)
-    return _nearest_multiple(world_size, d.dp_replicate * least_shard * d.tp)
+    least_shard = d.ep * d.etp // gcd(d.ep * d.etp, d.cp * d.tp)
+    return _nearest_multiple(world_size, d.dp_replicate * least_shard * d.cp * d.tp)
 
 
 def _nearest_multiple(number: int, of: int) -> int:

@@ -14,7 +14,7 @@ from spurline.parallel.degrees import Degrees
 class Meshes:
     """Two views of one world of ranks, both in the order of the ranks, so that the last axes are neighbours.
 
-    The ranks of a tp group read the same sequences; otherwise each rank reads sequences of its own.
+    The ranks of a cp group and of a tp group read the same sequences; otherwise each rank reads sequences of its own.
     """
 
     degrees: Degrees
@@ -22,14 +22,20 @@ class Meshes:
     """All ranks, on one axis."""
     data: DeviceMesh
     """The ranks that read different sequences, on one axis: dp_replicate and dp_shard in one."""
+    shares: DeviceMesh
+    """Axes data, cp, tp: who shares the positions of which sequences."""
+    losses: DeviceMesh
+    """The ranks whose losses add up to that of the step, on one axis: data and cp in one."""
+    sequence: DeviceMesh
+    """The ranks that share the positions of the same sequences, on one axis: cp and tp in one."""
     dense: DeviceMesh
-    """Axes dp_replicate, dp_shard, tp."""
+    """Axes dp_replicate, dp_shard, tp. FSDP2 shards over the ranks of a cp group too: dp_shard has them in it."""
     sparse: DeviceMesh
     """Axes dp_replicate, efsdp, ep, etp."""
 
     @property
     def fsdp_mesh(self) -> DeviceMesh:
-        """Where FSDP2 shards all but the experts: dp_shard, or with copies of the model dp_replicate and dp_shard."""
+        """Where FSDP2 shards all but the experts: dp_shard (with cp), or with copies dp_replicate and dp_shard."""
         return self._with_copies(self.dense, "dp_shard")
 
     @property
@@ -48,8 +54,22 @@ class Meshes:
 
     @property
     def batch_group(self) -> dist.ProcessGroup:
-        """The ranks whose losses and token counts add up to those of the step."""
+        """The ranks whose token counts add up to that of the step."""
         return self.data.get_group()
+
+    @property
+    def loss_group(self) -> dist.ProcessGroup:
+        """The ranks whose losses add up to that of the step: each has that of its own positions."""
+        return self.losses.get_group()
+
+    @property
+    def cp_group(self) -> dist.ProcessGroup:
+        return self.shares.get_group("cp")
+
+    @property
+    def sequence_group(self) -> dist.ProcessGroup:
+        """The ranks that share the positions of the same sequences."""
+        return self.sequence.get_group()
 
     @property
     def world_group(self) -> dist.ProcessGroup:
@@ -57,7 +77,7 @@ class Meshes:
 
     @property
     def data_rank(self) -> int:
-        """Which of data_size parts of the global batch this rank reads; the same for the ranks of a tp group."""
+        """Which of data_size parts of the global batch this rank reads; the same for ranks that share sequences."""
         return self.data.get_local_rank()
 
     @property
@@ -66,7 +86,7 @@ class Meshes:
 
     def groups(self) -> list[dist.ProcessGroup]:
         """Every group of both views, of which some may be the same."""
-        views = (self.world, self.data, self.dense, self.sparse)
+        views = (self.world, self.shares, self.losses, self.sequence, self.dense, self.sparse)
         return [view.get_group(axis) for view in views for axis in range(view.ndim)]
 
     def _with_copies(self, view: DeviceMesh, shard_axis: str) -> DeviceMesh:
@@ -79,7 +99,21 @@ def build_meshes(degrees: Degrees, device_type: str) -> Meshes:
     assert degrees.world == dist.get_world_size(), f"{degrees} is not for {dist.get_world_size()} ranks"
     d = degrees
     world = init_device_mesh(device_type, (d.world,), mesh_dim_names=("world",))
-    data_and_tp = world._unflatten("world", (d.dp, d.tp), ("data", "tp"))
-    dense = data_and_tp._unflatten("data", (d.dp_replicate, d.dp_shard), ("dp_replicate", "dp_shard"))
+    shares = world._unflatten("world", (d.dp, d.cp, d.tp), ("data", "cp", "tp"))
+    dense_sizes = d.dp_replicate, d.dp_shard * d.cp, d.tp
+    dense = world._unflatten("world", dense_sizes, ("dp_replicate", "dp_shard", "tp"))
     sparse = world._unflatten("world", (d.dp_replicate, d.efsdp, d.ep, d.etp), ("dp_replicate", "efsdp", "ep", "etp"))
-    return Meshes(degrees=d, world=world, data=data_and_tp["data"], dense=dense, sparse=sparse)
+    losses, sequence = shares["data"], shares["tp"]
+    if d.cp > 1:
+        losses = world._unflatten("world", (d.dp * d.cp, d.tp), ("losses", "tp"))["losses"]
+        sequence = world._unflatten("world", (d.dp, d.cp * d.tp), ("data", "sequence"))["sequence"]
+    return Meshes(
+        degrees=d,
+        world=world,
+        data=shares["data"],
+        shares=shares,
+        losses=losses,
+        sequence=sequence,
+        dense=dense,
+        sparse=sparse,
+    )

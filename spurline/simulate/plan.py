@@ -132,6 +132,7 @@ def layout_of(done: Simulation) -> dict[str, Any]:
         "ranks": d.world,
         "dp_replicate": d.dp_replicate,
         "dp_shard": d.dp_shard,
+        "cp": d.cp,
         "tp": d.tp,
         "ep": d.ep,
         "etp": d.etp,

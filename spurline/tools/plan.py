@@ -145,7 +145,7 @@ def lines_of(plan: Plan, name: str) -> list[str]:
     """The plan as text."""
     layout = plan.layout
     axes = ", ".join(
-        f"{key} {layout[key]}" for key in ("dp_replicate", "dp_shard", "tp", "ep", "etp") if layout[key] > 1
+        f"{key} {layout[key]}" for key in ("dp_replicate", "dp_shard", "cp", "tp", "ep", "etp") if layout[key] > 1
     )
     batch = f"{layout['local_batch_size']} x {layout['seq_len']:,} tokens"
     micro = f" x {layout['micro_batches']} micro-batches" if layout["micro_batches"] > 1 else ""

@@ -47,7 +47,8 @@ def build_model(config: RunConfig[Any], world: World, draw_weights: bool = True)
         model: nn.Module = config.model.build()
     per_param_mesh = False if config.debug.separate_expert_units else None
     remat, sharding = config.activation_checkpoint.mode, sharding_of(config)
-    parallelize_model(model, world.meshes, remat, config.compile, per_param_mesh, sharding)
+    kind = config.parallelism.context_parallel_kind
+    parallelize_model(model, world.meshes, remat, config.compile, per_param_mesh, sharding, kind)
     model.to_empty(device=world.device)
     initialize_buffers(model)
     if draw_weights:

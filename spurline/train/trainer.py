@@ -98,7 +98,7 @@ class Trainer:
             with self.timer.phase("backward"):
                 loss.backward()
             total += loss.detach()
-        return self.world.sum_over_data(total)
+        return self.world.sum_over_losses(total)
 
     def loss_of(self, batch: Batch) -> Tensor:
         """The loss of a micro-batch, summed over its real tokens."""

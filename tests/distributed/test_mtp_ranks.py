@@ -58,12 +58,19 @@ def run_on_rank(rank: int, config: RunConfig[Any], folder: str) -> dict[str, Ten
     [
         ({"tensor_parallel_degree": 2}, False, "none"),
         ({"expert_parallel_degree": 2}, False, "selective"),
+        ({"context_parallel_degree": 2, "expert_parallel_degree": 2}, False, "none"),
+        pytest.param(
+            {"context_parallel_degree": 2, "context_parallel_kind": "ulysses"},
+            False,
+            "selective",
+            marks=pytest.mark.slow,
+        ),
         pytest.param({"tensor_parallel_degree": 2, "expert_parallel_degree": 2}, True, "none", marks=pytest.mark.slow),
     ],
-    ids=["tp 2", "ep 2, remat", "tp 2, ep 2, compiled"],
+    ids=["tp 2", "ep 2, remat", "cp 2, ep 2", "cp 2, ulysses, remat", "tp 2, ep 2, compiled"],
 )
 def test_first_step_on_two_ranks_is_that_of_one(
-    ranks: RankPool, tmp_path: Path, degrees: dict[str, int], compiled: bool, remat: str
+    ranks: RankPool, tmp_path: Path, degrees: dict[str, Any], compiled: bool, remat: str
 ) -> None:
     (tmp_path / "text.txt").write_text("a spur line is a side track that carries some of the traffic\n" * 40)
     alone = RunConfig(
@@ -74,7 +81,7 @@ def test_first_step_on_two_ranks_is_that_of_one(
     )
     together = replace(
         alone,
-        training=replace(alone.training, local_batch_size=2),
+        training=replace(alone.training, local_batch_size=4 if "context_parallel_degree" in degrees else 2),
         parallelism=Parallelism(**degrees),
         compile=Compile(enable=compiled, backend="aot_eager"),
         activation_checkpoint=ActivationCheckpoint(mode=remat),

@@ -86,6 +86,13 @@ LAYOUTS = {
     "ep-compiled": (SPARSE, 2, Parallelism(expert_parallel_degree=2), COMPILED),
     "tp": (DENSE, 4, Parallelism(tensor_parallel_degree=2), {}),
     "tp-compiled": (DENSE, 4, Parallelism(tensor_parallel_degree=2), COMPILED),
+    "cp": (DENSE, 4, Parallelism(context_parallel_degree=2), {}),
+    "cp-ep-ulysses": (
+        SPARSE,
+        4,
+        Parallelism(context_parallel_degree=2, context_parallel_kind="ulysses", expert_parallel_degree=2),
+        {},
+    ),
     "tp-ep": (SPARSE, 4, Parallelism(tensor_parallel_degree=2, expert_parallel_degree=2), {}),
 }
 

@@ -65,6 +65,23 @@ def test_missing_reduction_over_tp_is_found_in_router_and_norms(verify: Verify) 
     assert not any(".experts." in name or "embedding" in name for name in wrong)
 
 
+@pytest.mark.parametrize("context", ["all_gather", "ulysses"])
+def test_wrong_positions_on_one_rank_of_context_parallelism_are_found(verify: Verify, context: str) -> None:
+    cells = [TP, Cell(2, cp=2, context=context)]
+    code, results = verify(cells, "--import", "wrong_positions_on_one_rank")
+    assert code == 1
+    assert [result["passed"] for result in results.values()] == [True, False]
+    assert "layers.0.attention.wkv_a.weight" in results[cells[1].name]["worst"]["gradient"]["beyond_tolerance"]
+
+
+def test_balance_loss_of_a_part_of_the_sequence_is_found(verify: Verify) -> None:
+    cells = [EP, Cell(2, cp=2)]
+    code, results = verify(cells, "--import", "balance_of_own_positions")
+    assert code == 1
+    assert [result["passed"] for result in results.values()] == [True, False]
+    assert "layers.1.moe.router.gate_ED" in results[cells[1].name]["worst"]["gradient"]["beyond_tolerance"]
+
+
 def test_expert_gradients_scaled_by_ep_are_found_in_the_experts_alone(verify: Verify) -> None:
     code, results = verify([SHARD, TP, EP], "--import", "expert_gradients_times_ep")
     assert code == 1

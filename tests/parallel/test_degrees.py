@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -19,6 +20,7 @@ SHORT = {
     "tp": "tensor_parallel_degree",
     "ep": "expert_parallel_degree",
     "etp": "expert_tensor_parallel_degree",
+    "cp": "context_parallel_degree",
 }
 MOE = ParallelFacts(num_heads=8, num_experts=16, expert_hidden_dim=96)
 GROUPED_HEADS = replace(MOE, num_kv_heads=2)
@@ -44,6 +46,8 @@ def problems(world_size: int, facts: ParallelFacts = MOE, training: Training | N
 def test_degrees_know_what_follows_from_them() -> None:
     d = Degrees(dp_replicate=2, dp_shard=4, tp=3, ep=2, etp=3)
     assert (d.world, d.dp, d.efsdp) == (24, 8, 2)
+    d = Degrees(dp_replicate=2, dp_shard=4, tp=3, ep=8, etp=3, cp=2)
+    assert (d.world, d.dp, d.efsdp) == (48, 8, 1)
 
 
 @pytest.mark.parametrize(
@@ -53,6 +57,7 @@ def test_degrees_know_what_follows_from_them() -> None:
         (8, {}, Degrees(1, 8, 1, 1, 1)),
         (24, {"replicate": 2, "tp": 3, "ep": 4}, Degrees(2, 4, 3, 4, 1)),
         (24, {"replicate": 2, "shard": 4, "tp": 3, "ep": 2, "etp": 6}, Degrees(2, 4, 3, 2, 6)),
+        (24, {"replicate": 2, "tp": 3, "cp": 2}, Degrees(2, 2, 3, 1, 1, cp=2)),
     ],
 )
 def test_the_ranks_that_are_left_take_the_place_of_minus_one(
@@ -71,6 +76,8 @@ def test_the_ranks_that_are_left_take_the_place_of_minus_one(
         (8, {"replicate": 2, "shard": 2, "tp": 2}),
         (8, {"ep": 4, "etp": 2}),
         (8, {"replicate": 2, "ep": 4}),
+        (8, {"cp": 8, "ep": 4}),
+        (8, {"cp": 2, "tp": 2, "ep": 8}),  # a group of experts may have the ranks of several cp groups
         (6, {"shard": 3, "tp": 2, "ep": 2, "etp": 3}),  # a group of experts need not be made of whole tp groups
     ],
 )
@@ -183,6 +190,39 @@ def test_sequence_shorter_than_the_ranks_that_share_it() -> None:
     ]
 
 
+def test_context_parallelism_takes_its_part_of_the_ranks_and_of_the_positions() -> None:
+    assert problems(8, cp=4, tp=2, shard=1) == []
+    assert problems(8, cp=3) == [
+        "parallelism: data_parallel_replicate_degree 1 x context_parallel_degree 3 x tensor_parallel_degree 1 = 3 must"
+        f" divide the number of ranks, but there are 8 ranks; nearest that works: {parallelism(cp=2)},"
+        " or the same degrees on 9 ranks"
+    ]
+    assert problems(8, training=Training(seq_len=3), cp=4) == [
+        "training.seq_len 3 is shorter than parallelism.context_parallel_degree 4, whose ranks share the positions of a"
+        f" sequence; nearest that works: {parallelism(cp=2)}"
+    ]
+    (told,) = problems(8, training=Training(seq_len=7), cp=4, tp=2)
+    assert told.startswith(
+        "training.seq_len 7 is shorter than parallelism.context_parallel_degree 4 x tensor_parallel_degree 2 = 8, whose"
+    )
+
+
+def test_ulysses_needs_as_many_heads_as_ranks() -> None:
+    def told(facts: ParallelFacts, kind: Any = "ulysses", **short: int) -> list[str]:
+        asked = replace(degrees(**short), context_parallel_kind=kind)
+        return degree_problems(asked, 16, model=Model(facts), training=Training())
+
+    assert told(MOE, cp=8) == told(MOE, cp=4, tp=2) == told(GROUPED_HEADS, "all_gather", cp=16) == []
+    assert told(MOE, cp=16) == [
+        "parallelism.context_parallel_degree 16 is more than the model's 8 attention heads, which"
+        f" context_parallel_kind ulysses shares: all_gather has no such limit; nearest that works: {parallelism(cp=8)}"
+    ]
+    (line,) = told(GROUPED_HEADS, cp=4)
+    assert line.startswith("parallelism.context_parallel_degree 4 is more than the model's 2 key and value heads")
+    (line,) = told(MOE, cp=4, tp=4)
+    assert line.startswith("parallelism.context_parallel_degree 4 is more than a rank's 2 attention heads")
+
+
 @pytest.mark.parametrize(
     ("local", "total", "option"),
     [
@@ -272,7 +312,16 @@ any_training = st.builds(
 
 
 @given(
-    parallelism=st.builds(Parallelism, any_degree, st.just(-1) | any_degree, any_degree, any_degree, any_degree),
+    parallelism=st.builds(
+        Parallelism,
+        any_degree,
+        st.just(-1) | any_degree,
+        any_degree,
+        any_degree,
+        any_degree,
+        context_parallel_degree=any_degree,
+        context_parallel_kind=st.sampled_from(["all_gather", "ulysses"]),
+    ),
     world_size=st.integers(1, 64),
     facts=any_facts,
     training=any_training,

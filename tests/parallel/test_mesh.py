@@ -39,10 +39,11 @@ def degrees_and_rank(draw: st.DrawFn) -> tuple[Degrees, int]:
 
     world = draw(st.integers(1, 64))
     tp = divisor(world)
-    dp_shard = divisor(world // tp)
-    ep = divisor(dp_shard * tp)
-    etp = divisor(dp_shard * tp // ep)
-    return Degrees(world // (tp * dp_shard), dp_shard, tp, ep, etp), draw(st.integers(0, world - 1))
+    cp = divisor(world // tp)
+    dp_shard = divisor(world // (cp * tp))
+    ep = divisor(dp_shard * cp * tp)
+    etp = divisor(dp_shard * cp * tp // ep)
+    return Degrees(world // (tp * cp * dp_shard), dp_shard, tp, ep, etp, cp), draw(st.integers(0, world - 1))
 
 
 def ranks_along(axes: set[str], size_by_axis: dict[str, int], rank: int) -> list[int]:
@@ -60,7 +61,7 @@ def group_ranks(mesh: DeviceMesh) -> list[int]:
 @settings(max_examples=60)
 def test_both_views_cover_the_same_ranks_in_the_same_order(drawn: tuple[Degrees, int]) -> None:
     d, rank = drawn
-    dense = {"dp_replicate": d.dp_replicate, "dp_shard": d.dp_shard, "tp": d.tp}
+    dense = {"dp_replicate": d.dp_replicate, "dp_shard": d.dp_shard * d.cp, "tp": d.tp}
     sparse = {"dp_replicate": d.dp_replicate, "efsdp": d.efsdp, "ep": d.ep, "etp": d.etp}
     with fake_world(rank, d.world):
         meshes = build_meshes(d, "cpu")
@@ -70,10 +71,16 @@ def test_both_views_cover_the_same_ranks_in_the_same_order(drawn: tuple[Degrees,
             assert mesh.mesh.flatten().tolist() == list(range(d.world))
             for axis in size_by_axis:
                 assert group_ranks(mesh[axis]) == ranks_along({axis}, size_by_axis, rank)
-        both = {"dp_replicate", "dp_shard"}
-        assert dist.get_process_group_ranks(meshes.batch_group) == ranks_along(both, dense, rank)
+        axes = {"dp_replicate": d.dp_replicate, "dp_shard": d.dp_shard, "cp": d.cp, "tp": d.tp}
+        for group, along in (
+            (meshes.batch_group, {"dp_replicate", "dp_shard"}),
+            (meshes.loss_group, {"dp_replicate", "dp_shard", "cp"}),
+            (meshes.sequence_group, {"cp", "tp"}),
+            (meshes.cp_group, {"cp"}),
+        ):
+            assert dist.get_process_group_ranks(group) == ranks_along(along, axes, rank)
         assert dist.get_process_group_ranks(meshes.world_group) == list(range(d.world))
-        assert (meshes.data_rank, meshes.data_size) == (rank // d.tp, d.dp)
+        assert (meshes.data_rank, meshes.data_size) == (rank // (d.cp * d.tp), d.dp)
 
 
 @given(degrees_and_rank())

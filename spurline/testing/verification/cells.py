@@ -59,6 +59,8 @@ class Cell:
     tp: int = 1
     ep: int = 1
     etp: int = 1
+    cp: int = 1
+    context: str = "all_gather"
     exchange: str = "uneven"
     num_experts: str = "8 experts"
     experts: str = "stream"
@@ -75,14 +77,15 @@ class Cell:
 
     @property
     def dp(self) -> int:
-        return self.ranks // self.tp
+        return self.ranks // (self.cp * self.tp)
 
     @property
     def name(self) -> str:
         """The parallelism degrees above 1, and every setting that is not the default."""
         degrees = {"replicate": self.replicate, "shard": self.dp // self.replicate}
-        degrees |= {"tp": self.tp, "ep": self.ep, "etp": self.etp}
+        degrees |= {"cp": self.cp, "tp": self.tp, "ep": self.ep, "etp": self.etp}
         parts = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
+        parts += [self.context] * (self.context != Cell.context)
         default = Cell()
         values = {field: getattr(self, field) for field in MOE_OPTIONS}
         parts += [value for field, value in values.items() if value not in (getattr(default, field), AS_GIVEN)]
@@ -126,7 +129,15 @@ def run_config(cell: Cell, model: Any) -> RunConfig[Any]:
         # update is the gradient's sign: rounding would flip some entries, and a wrong scale would go unnoticed.
         optimizer=Optimizer(lr=1e-2, eps=1e-2),
         lr_scheduler=LRScheduler(warmup_steps=0, decay_ratio=0.0),
-        parallelism=Parallelism(cell.replicate, -1, cell.tp, cell.ep, cell.etp),
+        parallelism=Parallelism(
+            cell.replicate,
+            -1,
+            cell.tp,
+            cell.ep,
+            cell.etp,
+            context_parallel_degree=cell.cp,
+            context_parallel_kind=cell.context,  # type: ignore[arg-type]
+        ),
         compile=Compile(enable=cell.compile != "off", backend=cell.compile),
         activation_checkpoint=ActivationCheckpoint(mode=cell.remat),  # type: ignore[arg-type]
         debug=Debug(separate_expert_units=cell.separate_expert_units),
@@ -137,21 +148,26 @@ def _seq_len(cell: Cell, model: Any) -> int:
     """Forced balance assigns experts by token index on each rank; at this length that equals a single rank's order."""
     num_experts = model.parallel_facts().num_experts
     if num_experts and model.with_forced_balance() == model:
-        return num_experts * cell.tp
+        return num_experts * cell.tp * (2 * cell.cp if cell.cp > 1 else 1)
     return cell.seq_len
 
 
-def reference_config(config: RunConfig[Any]) -> RunConfig[Any]:
-    """The same training on one rank, with defaults for every option that must not change the results."""
+def reference_config(config: RunConfig[Any], micro_batches: int = 1) -> RunConfig[Any]:
+    """The same training on one rank, with defaults for every option that must not change the results.
+
+    The balance loss of a batch is one of a micro-batch of all ranks: the reference has as many of them.
+    """
     model, moe = config.model, getattr(config.model, "moe", None)
     if isinstance(moe, MoEConfig):
         default = MoEConfig()
         how = ("experts_backend", "dispatcher", "equal_split", "equal_split_threshold", "check_exchange")
         model = replace(model, moe=replace(moe, **{name: getattr(default, name) for name in how}))
+    if not isinstance(moe, MoEConfig) or moe.aux_loss != "batch":
+        micro_batches = 1
     return replace(
         config,
         model=model,
-        training=replace(config.training, local_batch_size=SEQUENCES_A_STEP, dtype="float32"),
+        training=replace(config.training, local_batch_size=SEQUENCES_A_STEP // micro_batches, dtype="float32"),
         parallelism=Parallelism(),
         compile=Compile(),
         activation_checkpoint=ActivationCheckpoint(),
@@ -170,11 +186,9 @@ def cell_problems(cell: Cell, model: Any) -> list[str]:
     config = run_config(cell, model)
     found += config.problems()
     moe = getattr(config.model, "moe", None)
-    if isinstance(moe, MoEConfig):
-        if moe.experts_backend == "bmm" and not (moe.force_load_balance and cell.compile == "off"):
-            found.append("experts_backend bmm needs forced balance, without compile")
-        if moe.aux_loss == "batch" and cell.micro_batches > 1:
-            found.append("aux_loss batch depends on the micro-batch size, so it can't be compared with micro-batches")
+    is_bmm = isinstance(moe, MoEConfig) and moe.experts_backend == "bmm"
+    if is_bmm and not (config.model.moe.force_load_balance and cell.compile == "off"):
+        found.append("experts_backend bmm needs forced balance, without compile")
     if not found:
         found = degree_problems(config.parallelism, cell.ranks, model=config.model, training=config.training)
     return [problem.partition("; nearest that works")[0] for problem in found]
