@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from math import gcd, log2, prod
 from typing import Any
 
 from spurline.config import ParallelFacts, Parallelism, Training
+from spurline.parallel.stages import micro_batch_problem, num_stages
 
 
 @dataclass(frozen=True)
 class Degrees:
     """The sizes of the axes of both views of the ranks.
 
-    dp_replicate x dp_shard x cp x tp = dp_replicate x efsdp x ep x etp = world.
+    pp x dp_replicate x dp_shard x cp x tp = pp x dp_replicate x efsdp x ep x etp = world.
     """
 
     dp_replicate: int
@@ -24,9 +26,15 @@ class Degrees:
     ep: int
     etp: int
     cp: int = 1
+    pp: int = 1
 
     @property
     def world(self) -> int:
+        return self.pp * self.stage
+
+    @property
+    def stage(self) -> int:
+        """The ranks that have the same layers."""
         return self.dp * self.cp * self.tp
 
     @property
@@ -50,6 +58,7 @@ def resolve_degrees(parallelism: Parallelism, world_size: int) -> Degrees:
         ep=parallelism.expert_parallel_degree,
         etp=parallelism.expert_tensor_parallel_degree,
         cp=parallelism.context_parallel_degree,
+        pp=parallelism.pipeline_parallel_degree,
     )
 
 
@@ -73,15 +82,28 @@ def degree_problems(parallelism: Parallelism, world_size: int, *, model: Any, tr
 def _problems(parallelism: Parallelism, world_size: int, facts: ParallelFacts | None, training: Training) -> list[str]:
     found = _split_problems(parallelism, world_size, facts, training)
     d = resolve_degrees(parallelism, world_size)
+    if _has_shard_degree(parallelism, world_size) and _batch_options(training, d, parallelism):
+        found += _batch_problems(training, d, parallelism.pipeline_parallel_schedule)
+    return found
+
+
+def _batch_problems(training: Training, d: Degrees, schedule: str) -> list[str]:
+    local, total = training.local_batch_size, training.global_batch_size
     # With dp 1, that local_batch_size divides the batch is a matter of the training section alone.
-    if d.dp > 1 and _has_shard_degree(parallelism, world_size) and _batch_options(training, d.dp):
-        local = training.local_batch_size
-        found.append(
-            f"training.global_batch_size {training.global_batch_size} is not a multiple of training.local_batch_size"
+    if total > 0 and total % (local * d.dp):
+        if d.dp == 1:
+            return []
+        return [
+            f"training.global_batch_size {total} is not a multiple of training.local_batch_size"
             f" {local} x data_parallel_replicate_degree {d.dp_replicate} x data_parallel_shard_degree {d.dp_shard}"
             f" = {local * d.dp}"
-        )
-    return found
+        ]
+    number = total // (local * d.dp) if total > 0 else 1
+    needed = micro_batch_problem(schedule, d.pp, number)
+    return [
+        f"parallelism.pipeline_parallel_schedule {schedule} of pipeline_parallel_degree {d.pp} needs {needed}; a step"
+        f" has {number}, of training.local_batch_size {local} each"
+    ]
 
 
 def _split_problems(
@@ -100,21 +122,23 @@ def _split_problems(
         )
     if facts is None:
         return found
-    return found + _model_problems(d, facts) + _head_problems(d, facts, parallelism.context_parallel_kind)
+    found += _model_problems(d, facts) + _head_problems(d, facts, parallelism.context_parallel_kind)
+    return found + _stage_problems(d, facts, parallelism.pipeline_parallel_schedule)
 
 
 def _rank_problems(d: Degrees, world_size: int, has_shard_degree: bool) -> list[str]:
     are = "is" if world_size == 1 else "are"
     but_there_are = f"but there {are} {_count(world_size, 'rank')}"
     shard = {"data_parallel_shard_degree": d.dp_shard}
+    pipeline = {"pipeline_parallel_degree": d.pp} if d.pp > 1 else {}
     replicate, tensor = {"data_parallel_replicate_degree": d.dp_replicate}, {"tensor_parallel_degree": d.tp}
     context = {"context_parallel_degree": d.cp} if d.cp > 1 else {}
     if not has_shard_degree:
-        product = _product(replicate | context | tensor)
+        product = _product(pipeline | replicate | context | tensor)
         return [f"parallelism: {product} must divide the number of ranks, {but_there_are}"]
     found = []
     if d.world != world_size:
-        found.append(f"parallelism: {_product(replicate | shard | context | tensor)}, {but_there_are}")
+        found.append(f"parallelism: {_product(pipeline | replicate | shard | context | tensor)}, {but_there_are}")
     if d.dp_shard * d.cp * d.tp % (d.ep * d.etp):
         experts = {"expert_parallel_degree": d.ep, "expert_tensor_parallel_degree": d.etp}
         found.append(f"parallelism: {_product(experts)} does not divide {_product(shard | context | tensor)}")
@@ -174,6 +198,23 @@ def _model_problems(d: Degrees, facts: ParallelFacts) -> list[str]:
     return found
 
 
+def _stage_problems(d: Degrees, facts: ParallelFacts, schedule: str) -> list[str]:
+    """Why the layers can't be shared by the stages of a pipeline."""
+    if d.pp == 1:
+        return []
+    degree = f"parallelism.pipeline_parallel_degree {d.pp}"
+    if facts.num_layers < 1:
+        return [f"{degree} needs a model that can be cut into stages, and this one can't"]
+    stages = num_stages(schedule, d.pp)
+    if stages + max(facts.first_stage_layers, 1) - 1 <= facts.num_layers:
+        return []
+    makes = f"makes {stages} stages with pipeline_parallel_schedule {schedule}, more than"
+    if stages <= facts.num_layers:
+        has_more = f", of which the first stage needs {facts.first_stage_layers}"
+        return [f"{degree} {makes} the model's {_count(facts.num_layers, 'layer')} can be cut into{has_more}"]
+    return [f"{degree} {makes} the model's {_count(facts.num_layers, 'layer')}"]
+
+
 def _has_shard_degree(parallelism: Parallelism, world_size: int) -> bool:
     """Whether the shard degree was given, or can be filled in."""
     return parallelism.data_parallel_shard_degree != -1 or world_size % _ranks_without_shard(parallelism) == 0
@@ -182,7 +223,8 @@ def _has_shard_degree(parallelism: Parallelism, world_size: int) -> bool:
 def _ranks_without_shard(parallelism: Parallelism) -> int:
     """The product of all dense degrees but data_parallel_shard_degree."""
     p = parallelism
-    return p.data_parallel_replicate_degree * p.context_parallel_degree * p.tensor_parallel_degree
+    dense = p.data_parallel_replicate_degree * p.context_parallel_degree * p.tensor_parallel_degree
+    return p.pipeline_parallel_degree * dense
 
 
 def _count(number: int, thing: str) -> str:
@@ -191,6 +233,7 @@ def _count(number: int, thing: str) -> str:
 
 # From the one that a person is least likely to want changed.
 _NAMES = (
+    "pipeline_parallel_degree",
     "context_parallel_degree",
     "tensor_parallel_degree",
     "expert_parallel_degree",
@@ -207,7 +250,7 @@ def _nearest(parallelism: Parallelism, world_size: int, facts: ParallelFacts | N
         return [name for name in _NAMES if getattr(other, name) != getattr(parallelism, name)]
 
     def batch_options(other: Parallelism) -> list[str]:
-        return _batch_options(training, resolve_degrees(other, world_size).dp)
+        return _batch_options(training, resolve_degrees(other, world_size), other)
 
     def distance(other: Parallelism) -> tuple[int, int, list[bool], float]:
         changed = changes(other)
@@ -226,14 +269,16 @@ def _nearest(parallelism: Parallelism, world_size: int, facts: ParallelFacts | N
 def _combinations(world_size: int, asked: Parallelism) -> Iterator[Parallelism]:
     """Ways to arrange world_size ranks in both views; of two that are as near, the first is the better.
 
-    None has more context parallelism than was asked for: who did not ask for it is not told to use it.
+    None has more stages or context parallelism than was asked for: who did not ask for it is not told to use it.
     """
-    for context in _divisors(world_size):
-        if context > asked.context_parallel_degree:
-            break
-        for replicate in _divisors(world_size // context):
-            for tensor in _divisors(world_size // (context * replicate)):
-                shard = world_size // (context * replicate * tensor)
+    pipelines = [d for d in _divisors(world_size) if d <= asked.pipeline_parallel_degree]
+    contexts = [d for d in _divisors(world_size) if d <= asked.context_parallel_degree]
+    for pipeline, context in product(pipelines, contexts):
+        if world_size % (pipeline * context):
+            continue
+        for replicate in _divisors(world_size // (pipeline * context)):
+            for tensor in _divisors(world_size // (pipeline * context * replicate)):
+                shard = world_size // (pipeline * context * replicate * tensor)
                 spread = shard * context * tensor
                 for expert_tensor in _divisors(spread):
                     for expert in _divisors(spread // expert_tensor):
@@ -245,6 +290,7 @@ def _combinations(world_size: int, asked: Parallelism) -> Iterator[Parallelism]:
                             expert_parallel_degree=expert,
                             expert_tensor_parallel_degree=expert_tensor,
                             context_parallel_degree=context,
+                            pipeline_parallel_degree=pipeline,
                         )
 
 
@@ -253,14 +299,31 @@ def _divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
-def _batch_options(training: Training, dp: int) -> list[str]:
-    """The options that let dp ranks share the sequences of a step evenly; none if they already do."""
-    local, total = training.local_batch_size, training.global_batch_size
-    if local < 1 or total < 1 or total % (local * dp) == 0:
+def _batch_options(training: Training, d: Degrees, parallelism: Parallelism) -> list[str]:
+    """The options that let dp ranks share the sequences of a step evenly, in as many micro-batches as stages need.
+
+    None if they already do.
+    """
+    local, total, schedule = (
+        training.local_batch_size,
+        training.global_batch_size,
+        parallelism.pipeline_parallel_schedule,
+    )
+
+    def works(local: int, total: int) -> bool:
+        return total % (local * d.dp) == 0 and (
+            d.pp == 1 or not micro_batch_problem(schedule, d.pp, total // (local * d.dp))
+        )
+
+    if local < 1 or total < -1 or total == 0 or works(local, total if total > 0 else local * d.dp):
         return []
-    if total % dp == 0:  # global_batch_size decides what is learned, local_batch_size only how
-        return [f"--training.local_batch_size {max(b for b in range(1, local + 1) if total // dp % b == 0)}"]
-    return [f"--training.global_batch_size {_nearest_multiple(total, local * dp)}"]
+    # global_batch_size decides what is learned, local_batch_size only how.
+    if fitting := [b for b in range(1, local + 1) if total > 0 and works(b, total)]:
+        return [f"--training.local_batch_size {fitting[-1]}"]
+    unit = local * d.dp
+    multiples = [unit * number for number in range(1, max(total, 0) // unit + 4 * d.pp + 2)]
+    nearest = min((m for m in multiples if works(local, m)), key=lambda multiple: abs(multiple - max(total, unit)))
+    return [f"--training.global_batch_size {nearest}"]
 
 
 def _nearest_world(parallelism: Parallelism, world_size: int) -> int:
@@ -269,7 +332,7 @@ def _nearest_world(parallelism: Parallelism, world_size: int) -> int:
     if parallelism.data_parallel_shard_degree != -1:
         return d.world
     least_shard = d.ep * d.etp // gcd(d.ep * d.etp, d.cp * d.tp)
-    return _nearest_multiple(world_size, d.dp_replicate * least_shard * d.cp * d.tp)
+    return _nearest_multiple(world_size, d.pp * d.dp_replicate * least_shard * d.cp * d.tp)
 
 
 def _nearest_multiple(number: int, of: int) -> int:

@@ -50,7 +50,7 @@ def apply_expert_parallel(model: nn.Module, meshes: Meshes) -> None:
     """Spread the experts of every MoE layer, and tell it whose tokens are balanced together."""
     degrees = meshes.degrees
     share = degrees.cp * degrees.tp > 1
-    balance = meshes.world_group, meshes.sequence_group if share else None
+    balance = meshes.stage_group, meshes.sequence_group if share else None
     for name, moe in model.named_modules():
         if not isinstance(moe, MoE):
             continue

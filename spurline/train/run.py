@@ -25,6 +25,7 @@ from spurline.train.metrics.logger import MetricsLogger
 from spurline.train.metrics.writers import open_writers
 from spurline.train.progress import Progress
 from spurline.train.sample import append_sample, sample_text
+from spurline.train.setup import weights_changed
 from spurline.train.stop_signal import StopSignal
 from spurline.train.trainer import Trainer, make_trainer
 
@@ -49,6 +50,7 @@ def train(module: str, config_name: str, config: RunConfig[Any]) -> Path:
         if start is None:
             initialize_parameters(trainer.model, config.training.seed)
             start = Position()
+        weights_changed(trainer.model)
         for line in describe(config_name, trainer, start, keeps_memory):
             progress.log(line)
         if world.is_first:

@@ -22,6 +22,7 @@ from spurline.data.prefetch import Prefetcher
 from spurline.device import is_accelerator, use_device
 from spurline.moe.balance import set_token_weight, update_expert_bias
 from spurline.parallel.fsdp import reduce_gradients
+from spurline.parallel.pipeline import PipelinedModel, TrainingPipeline
 from spurline.parallel.world import World
 from spurline.train.loss import count_real_tokens
 from spurline.train.metrics.step_metrics import StepMetrics
@@ -31,7 +32,14 @@ from spurline.train.optimizer.build import build_optimizer
 from spurline.train.optimizer.clip import clip_gradients
 from spurline.train.optimizer.masked import step_unless
 from spurline.train.optimizer.schedule import learning_rate, set_learning_rate
-from spurline.train.setup import build_loss, build_model, build_timer, open_data_for_model, set_up_torch
+from spurline.train.setup import (
+    build_loss,
+    build_model,
+    build_timer,
+    open_data_for_model,
+    set_up_torch,
+    weights_changed,
+)
 
 
 @dataclass
@@ -46,6 +54,7 @@ class Trainer:
     loss_sum: Callable[[Tensor, Tensor], Tensor]
     timer: StepTimer = field(default_factory=StepTimer)
     tally: StepTally = field(init=False)
+    _pipeline: TrainingPipeline | None = field(default=None, init=False)
     _prefetcher: Prefetcher[list[Batch]] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -77,17 +86,20 @@ class Trainer:
         num_tokens = self.count_tokens(batch.labels_BL for batch in micro_batches)
         loss = self.accumulate_gradients(micro_batches, num_tokens)
         with self.timer.phase("optimizer"):
-            grad_norm = clip_gradients(self.model.parameters(), config.training.max_grad_norm, self.world.group)
+            grad_norm = self.clip_gradients()
             failed = self.tally.note(step, num_tokens, loss, grad_norm)
             step_unless(failed, self.optimizer)
             self.optimizer.zero_grad()
-            update_expert_bias(self.model, self.world.group, unless=failed)
-        return StepMetrics(step, lr, num_tokens, loss, grad_norm, self.model, self.tally, self.world.group)
+            weights_changed(self.model)
+            update_expert_bias(self.model, self.world.stage_group, unless=failed)
+        return StepMetrics(step, lr, num_tokens, loss, grad_norm, self.model, self.tally, self.world.meshes)
 
     def accumulate_gradients(self, micro_batches: list[Batch], num_tokens: Tensor) -> Tensor:
         """Forward and backward of every micro-batch; returns the mean loss of the step's `num_tokens`, of all ranks."""
         # Every token of the step weighs the same, in the language-model loss as in the balance losses.
         set_token_weight(self.model, 1 / num_tokens)
+        if isinstance(self.model, PipelinedModel):
+            return self.world.sum_over_losses(self._through_stages(self.model, micro_batches, num_tokens))
         total = torch.zeros((), device=self.device)
         once = len(micro_batches) > 1 and not self.config.parallelism.fsdp_reduce_each_micro_batch
         for number, batch in enumerate(micro_batches, 1):
@@ -100,9 +112,30 @@ class Trainer:
             total += loss.detach()
         return self.world.sum_over_losses(total)
 
-    def loss_of(self, batch: Batch) -> Tensor:
-        """The loss of a micro-batch, summed over its real tokens."""
-        return self.model(batch.tokens_BL, labels_BL=batch.labels_BL, loss_sum=self.loss_sum, **batch.extras)
+    def _through_stages(self, model: PipelinedModel, micro_batches: list[Batch], num_tokens: Tensor) -> Tensor:
+        """The same by the schedule of pipeline stages; returns this rank's part of the loss."""
+        if self._pipeline is None:
+            tokens_BL = micro_batches[0].tokens_BL
+            self._pipeline = TrainingPipeline(model, len(micro_batches), tokens_BL, self.timer.phase)
+
+        def loss_of(part: Any, batch: Batch, hidden_BlD: Tensor | None) -> Tensor:
+            out = self.loss_of(batch, part, hidden_BlD=hidden_BlD)
+            return out / num_tokens if part.is_last_stage else out
+
+        loss = self._pipeline.step(micro_batches, loss_of)
+        model.sum_gradients_of_copies()
+        return loss
+
+    def clip_gradients(self) -> Tensor:
+        """Clip by the norm of all gradients of the model, on whatever ranks they are; returns it."""
+        max_norm, degrees = self.config.training.max_grad_norm, self.world.degrees
+        elsewhere = self.model.second_copies() if isinstance(self.model, PipelinedModel) else set()
+        return clip_gradients(self.model.parameters(), max_norm, self.world.group, degrees.stage, elsewhere)
+
+    def loss_of(self, batch: Batch, model: nn.Module | None = None, **options: Any) -> Tensor:
+        """The loss of a micro-batch, summed over its real tokens; of a pipeline stage, what it returns."""
+        options = {**batch.extras, **options}
+        return (model or self.model)(batch.tokens_BL, labels_BL=batch.labels_BL, loss_sum=self.loss_sum, **options)
 
     def micro_batches(self, step: int) -> list[Batch]:
         """This rank's sequences of the step, on its device."""

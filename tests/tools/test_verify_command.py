@@ -70,7 +70,9 @@ def passes(cell):
 
 def test_quick_has_every_value_of_every_axis():
     for axis, values in AXES.items():
-        for fields in values if axis != "spread" else [{name: 2} for name in ("replicate", "cp", "tp", "ep", "etp")]:
+        for fields in (
+            values if axis != "spread" else [{name: 2} for name in ("replicate", "pp", "cp", "tp", "ep", "etp")]
+        ):
             assert any(all(getattr(cell, name) == value for name, value in fields.items()) for cell in QUICK), fields
 
 
@@ -78,7 +80,7 @@ def test_full_has_every_pair_of_values_that_go_together():
     cells = full_cells()
     assert set(QUICK) <= set(cells)
     assert len(set(cells)) == len(cells) < 150
-    spread_of_one = {"ranks": 1, "replicate": 1, "tp": 1, "ep": 1, "etp": 1, "cp": 1}
+    spread_of_one = {"ranks": 1, "replicate": 1, "tp": 1, "ep": 1, "etp": 1, "cp": 1, "pp": 1}
     values = {axis: [spread_of_one | v if axis == "spread" else v for v in values] for axis, values in AXES.items()}
     for of_one, of_other in combinations(values.values(), 2):
         for one, other in product(of_one, of_other):

@@ -38,6 +38,7 @@ class Decoder(nn.Module):
     first and the head if they are the last. What a stage lacks is None.
     """
 
+    takes_kv_cache = True
     embedding: Embedding | None
     norm: RMSNorm | None
     output: OutputMatrix | None

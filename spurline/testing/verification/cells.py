@@ -61,6 +61,8 @@ class Cell:
     etp: int = 1
     cp: int = 1
     context: str = "all_gather"
+    pp: int = 1
+    schedule: str = "1F1B"
     exchange: str = "uneven"
     num_experts: str = "8 experts"
     experts: str = "stream"
@@ -74,18 +76,22 @@ class Cell:
     dtype: str = "float32"
     seq_len: int = 12
     clip: bool = False
+    num_layers: int = 0
+    """For pipeline stages; 0: those of the model."""
+    tied: bool = False
+    """Whether the embedding is the output matrix too; False: as in the model."""
 
     @property
     def dp(self) -> int:
-        return self.ranks // (self.cp * self.tp)
+        return self.ranks // (self.pp * self.cp * self.tp)
 
     @property
     def name(self) -> str:
         """The parallelism degrees above 1, and every setting that is not the default."""
-        degrees = {"replicate": self.replicate, "shard": self.dp // self.replicate}
+        degrees = {"pp": self.pp, "replicate": self.replicate, "shard": self.dp // self.replicate}
         degrees |= {"cp": self.cp, "tp": self.tp, "ep": self.ep, "etp": self.etp}
         parts = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
-        parts += [self.context] * (self.context != Cell.context)
+        parts += [self.schedule] * (self.pp > 1) + [self.context] * (self.context != Cell.context)
         default = Cell()
         values = {field: getattr(self, field) for field in MOE_OPTIONS}
         parts += [value for field, value in values.items() if value not in (getattr(default, field), AS_GIVEN)]
@@ -94,12 +100,15 @@ class Cell:
         parts += [f"{self.micro_batches} micro-batches"] * (self.micro_batches > 1)
         parts += [self.dtype] * (self.dtype != default.dtype)
         parts += [f"length {self.seq_len}"] * (self.seq_len != default.seq_len) + ["clip"] * self.clip
+        parts += [f"{self.num_layers} layers"] * bool(self.num_layers) + ["tied"] * self.tied
         return ", ".join(parts) or "defaults"
 
 
 def keep_given(cell: Cell, given: set[str]) -> Cell:
-    """The cell without changes to the given MoE options."""
-    as_given: dict[str, Any] = {
+    """The cell without changes to the given options of the model."""
+    of_model = {"num_layers": ("num_layers", 0), "tied_embeddings": ("tied", False)}
+    kept = dict(field for option, field in of_model.items() if option in given)
+    as_given: dict[str, Any] = kept | {
         field: AS_GIVEN
         for field, values in MOE_OPTIONS.items()
         if any(option in given for options in values.values() for option in options)
@@ -114,6 +123,10 @@ def run_config(cell: Cell, model: Any) -> RunConfig[Any]:
         options |= values.get(getattr(cell, field), {})
     if options:
         model = replace(model, moe=replace(model.moe, **options))
+    if cell.num_layers:
+        model = replace(model, num_layers=cell.num_layers)
+    if cell.tied:
+        model = replace(model, tied_embeddings=True)
     return RunConfig(
         model=model,
         training=Training(
@@ -137,6 +150,8 @@ def run_config(cell: Cell, model: Any) -> RunConfig[Any]:
             cell.etp,
             context_parallel_degree=cell.cp,
             context_parallel_kind=cell.context,  # type: ignore[arg-type]
+            pipeline_parallel_degree=cell.pp,
+            pipeline_parallel_schedule=cell.schedule,  # type: ignore[arg-type]
         ),
         compile=Compile(enable=cell.compile != "off", backend=cell.compile),
         activation_checkpoint=ActivationCheckpoint(mode=cell.remat),  # type: ignore[arg-type]

@@ -22,6 +22,8 @@ QUICK = [
     Cell(2, tp=2, ep=2, compile="aot_eager", remat="selective", router="sigmoid", seq_len=13),
     Cell(2, cp=2, seq_len=13, balance="batch and z loss", clip=True),
     Cell(4, cp=2, ep=2, context="ulysses", seq_len=13, remat="selective", micro_batches=2),
+    Cell(2, pp=2, micro_batches=4, tied=True, clip=True),
+    Cell(4, pp=2, ep=2, micro_batches=2, seq_len=13, router="groups and bias", balance="batch and z loss"),
     Cell(2, dtype="bfloat16", micro_batches=4, remat="selective", seq_len=13),
     Cell(2, ep=2, dtype="bfloat16", experts="grouped_mm", micro_batches=2, clip=True),
     Cell(4, tp=4, score="score before", router="groups and bias"),
@@ -56,6 +58,29 @@ MORE = [
     Cell(4, cp=2, tp=2, ep=4, exchange="forced balance", separate_expert_units=True),
     Cell(8, cp=2, tp=2, ep=4, context="ulysses", seq_len=13),
     Cell(8, replicate=2, cp=4, ep=2, etp=2, seq_len=13, clip=True),
+    Cell(2, pp=2, schedule="GPipe", balance="batch and z loss"),
+    *(
+        Cell(pp, pp=pp, schedule=schedule, micro_batches=2 * pp, num_layers=2 * pp, tied=True, clip=True)
+        for pp in (2, 4)
+        for schedule in ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBV", "DualPipeV")
+    ),
+    Cell(4, pp=4, schedule="GPipe", micro_batches=2, num_layers=4, seq_len=13),
+    Cell(2, pp=2, compile="aot_eager", micro_batches=2, seq_len=13),
+    Cell(4, pp=2, tp=2, ep=2, micro_batches=2, seq_len=13, remat="selective"),
+    Cell(4, pp=2, cp=2, ep=2, context="ulysses", micro_batches=2, dtype="bfloat16", separate_expert_units=True),
+    Cell(8, pp=2, tp=2, ep=4, micro_batches=2, remat="full", exchange="equal split"),
+    Cell(
+        8,
+        pp=2,
+        cp=2,
+        ep=2,
+        schedule="Interleaved1F1B",
+        micro_batches=2,
+        num_layers=4,
+        seq_len=13,
+        balance="batch and z loss",
+        clip=True,
+    ),
     Cell(compile="inductor", router="sigmoid"),
     Cell(2, tp=2, compile="inductor", remat="full", seq_len=13),
     Cell(2, ep=2, compile="inductor", balance="batch and z loss"),
