@@ -169,7 +169,7 @@ class PipelinedModel(nn.Module):
             elif first is not None or last is not None:
                 part = first if first is not None else last
                 gradient = _local(part.get_parameter(name).grad)
-                other = self._exchanged_with_other_end(gradient)
+                other = self.exchanged_with_other_end(gradient)
                 # In the same order on both ranks, so that they stay equal bit for bit.
                 torch.add(*((gradient, other) if first is not None else (other, gradient)), out=gradient)
 
@@ -193,7 +193,7 @@ class PipelinedModel(nn.Module):
     def _part(self, number: int) -> Any:
         return self.parts.get(number)
 
-    def _exchanged_with_other_end(self, mine: Tensor) -> Tensor:
+    def exchanged_with_other_end(self, mine: Tensor) -> Tensor:
         group, layout = self.layout.group, self.layout
         ends = layout.rank_of(0), layout.rank_of(layout.num_stages - 1)
         peer = ends[1] if group.rank() == ends[0] else ends[0]
@@ -222,7 +222,7 @@ class TrainingPipeline:
         layout = model.layout
         self.layout, self.num_micro_batches = layout, num_micro_batches
         stages = [
-            _Stage(part, number, layout, tokens_BL, phase or (lambda name: nullcontext()))
+            Stage(part, number, layout, tokens_BL, phase or (lambda name: nullcontext()))
             for number, part in model.parts.items()
         ]
         self._stages = stages
@@ -254,7 +254,7 @@ class TrainingPipeline:
         return torch.stack([loss.detach() for loss in losses]).sum()
 
 
-class _Stage(PipelineStage):
+class Stage(PipelineStage):
     """A stage whose micro-batches are looked up by their number: every rank has them, only hidden states travel."""
 
     def __init__(self, part: Any, number: int, layout: Layout, tokens_BL: Tensor, phase: Phase) -> None:

@@ -95,6 +95,10 @@ def _axes_of(meshes: Meshes) -> Iterator[tuple[str, ProcessGroup]]:
     if d.cp > 1:
         yield "cp x tp", meshes.sequence_group
         yield "data x cp", meshes.loss_group
+    if d.pp > 1 and meshes.pp is not None:
+        yield "pp", meshes.pp.get_group()
+        yield "stage", meshes.stage_group
+        yield "losses", meshes.loss_group
     yield "data", meshes.batch_group
     yield "world", meshes.world_group
 

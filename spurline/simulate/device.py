@@ -23,6 +23,7 @@ from torch.utils import _foreach_utils
 import spurline.accelerator
 import spurline.models.common.mask
 import spurline.moe.kernels.grouped_mm
+import spurline.train.metrics.step_metrics
 import spurline.train.optimizer.build
 import spurline.train.optimizer.masked
 from spurline.simulate.timeline import Event, Stream, Timeline
@@ -74,6 +75,8 @@ def simulated_device(
         replace(spurline.train.optimizer.masked, "can_skip_fused_adamw", lambda device: True)
         replace(spurline.moe.kernels.grouped_mm, "has_grouped_mm_kernel", lambda device, dtype: dtype == torch.bfloat16)
         replace(spurline.models.common.mask, "_flex", lambda device: _attention_by_blocks)
+        # Pipeline stages that do not exist have no records.
+        replace(spurline.train.metrics.step_metrics, "join_records", lambda record, reductions, group: record)
         # What was remembered of another simulated device.
         replace(spurline.accelerator, "_side_streams", {})
         spurline.accelerator._memory_of.cache_clear()

@@ -33,7 +33,8 @@ def estimate_step(
     others = getattr(model, "num_dense_layers", 0)
     others = 0 if others >= model.num_layers else others
     how = num_ranks, hardware, routing, efficiency
-    if model.num_layers - others <= FEW_LAYERS:
+    is_cut = config.parallelism.pipeline_parallel_degree > 1  # then a rank has few layers anyway
+    if is_cut or model.num_layers - others <= FEW_LAYERS:
         return plan_step(config, *how)
     low, high = (
         plan_step(replace(config, model=replace(model, num_layers=others + layers)), *how)
@@ -158,5 +159,7 @@ def what_would_help(
 
 def describe_layout(plan: Plan) -> str:
     layout = plan.layout
-    axes = ", ".join(f"{name} {layout[name]}" for name in ("dp_replicate", "cp", "tp", "ep", "etp") if layout[name] > 1)
+    axes = ", ".join(
+        f"{name} {layout[name]}" for name in ("pp", "dp_replicate", "cp", "tp", "ep", "etp") if layout[name] > 1
+    )
     return f"{axes or 'dp_shard only'}, recompute {layout['recompute']}"

@@ -11,6 +11,7 @@ from typing import Any
 from spurline.config import RunConfig
 from spurline.config_io import ConfigError, to_json
 from spurline.hardware import hardware_named
+from spurline.parallel.degrees import resolve_degrees
 from spurline.tools.console import complain, gib, human, human_flops
 from spurline.tools.options import PROG, resolve
 
@@ -77,7 +78,7 @@ def raised_by_us(error: BaseException) -> bool:
 def describe_cost(config: RunConfig[Any], world_size: int) -> str:
     """Format the parameter count, tokens and FLOPs of a config as text."""
     training, model = config.training, config.model
-    data_ranks = world_size // config.parallelism.tensor_parallel_degree
+    data_ranks = resolve_degrees(config.parallelism, world_size).dp
     sequences = training.global_batch_size if training.global_batch_size > 0 else training.local_batch_size * data_ranks
     tokens = sequences * training.seq_len
     flops = model.flops_per_token(training.seq_len)

@@ -54,7 +54,8 @@ class Trainer:
     loss_sum: Callable[[Tensor, Tensor], Tensor]
     timer: StepTimer = field(default_factory=StepTimer)
     tally: StepTally = field(init=False)
-    _pipeline: TrainingPipeline | None = field(default=None, init=False)
+    pipeline: Any = field(default=None, init=False)
+    """What takes micro-batches through pipeline stages: a TrainingPipeline, made with the first step."""
     _prefetcher: Prefetcher[list[Batch]] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -114,15 +115,15 @@ class Trainer:
 
     def _through_stages(self, model: PipelinedModel, micro_batches: list[Batch], num_tokens: Tensor) -> Tensor:
         """The same by the schedule of pipeline stages; returns this rank's part of the loss."""
-        if self._pipeline is None:
+        if self.pipeline is None:
             tokens_BL = micro_batches[0].tokens_BL
-            self._pipeline = TrainingPipeline(model, len(micro_batches), tokens_BL, self.timer.phase)
+            self.pipeline = TrainingPipeline(model, len(micro_batches), tokens_BL, self.timer.phase)
 
         def loss_of(part: Any, batch: Batch, hidden_BlD: Tensor | None) -> Tensor:
             out = self.loss_of(batch, part, hidden_BlD=hidden_BlD)
             return out / num_tokens if part.is_last_stage else out
 
-        loss = self._pipeline.step(micro_batches, loss_of)
+        loss: Tensor = self.pipeline.step(micro_batches, loss_of)
         model.sum_gradients_of_copies()
         return loss
 
