@@ -39,7 +39,7 @@ class _SleepInBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
         ctx.seconds = seconds
-        return x.view_as(x)
+        return x.clone()  # a view could not be detached from its graph in place, which split backward passes do
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

@@ -125,10 +125,10 @@ class PipelinedModel(nn.Module):
         """What the whole model returns: logits, on every rank; with labels the loss, and zero where the last isn't."""
         layout, result = self.layout, None
         for number, part in self.parts.items():
-            hidden_BlD = None
-            if number > 0:
-                hidden_BlD = self._from_stage(number - 1, part, tokens_BL, cache, result)
-            result = part(tokens_BL, cache, labels_BL=labels_BL, hidden_BlD=hidden_BlD, **options)
+            # Every part moves its cache on; whoever made the cache looks at that of the first.
+            own_cache = cache if cache is None or number == layout.own[0] else cache.twin(number)
+            hidden_BlD = self._from_stage(number - 1, part, tokens_BL, cache, result) if number else None
+            result = part(tokens_BL, own_cache, labels_BL=labels_BL, hidden_BlD=hidden_BlD, **options)
             if number < layout.num_stages - 1 and layout.rank_of(number + 1) != layout.group.rank():
                 dist.send(result.contiguous(), group=layout.group, group_dst=layout.rank_of(number + 1))
         assert result is not None
