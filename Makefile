@@ -9,7 +9,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help train quick test test-slow lint types unit format clean
+.PHONY: help train quick test test-slow verify lint types unit format release clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -44,9 +44,23 @@ test-slow: $(READY)  ## run the slow tests, and property tests with new random e
 	$(BIN)/pytest -m slow --timeout=3600
 	$(BIN)/pytest -m 'hypothesis and not slow' --hypothesis-profile=new --timeout=3600
 
+verify: $(READY)  ## compare every parallel configuration with one process
+	$(BIN)/spurline verify --full
+
 format: $(READY)  ## fix lint and formatting, like pre-commit
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+release: $(READY)  ## build a wheel and an sdist, check them, and install the wheel in a clean environment
+	rm -rf dist .venv-release
+	$(BIN)/python -m pip install --quiet build twine
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/twine check --strict dist/*
+	$(PYTHON) -m venv .venv-release
+	.venv-release/bin/python -m pip install --quiet '$(TORCH)'
+	.venv-release/bin/python -m pip install --quiet dist/*.whl
+	cd dist && ../.venv-release/bin/spurline configs
+	rm -rf .venv-release
+
 clean:  ## remove the environment and caches; keeps outputs/
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-release dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

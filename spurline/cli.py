@@ -16,6 +16,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("Generate text from a trained model.", "spurline.tools.generate:main"),
     "checkpoint": ("List, verify, inspect and prune the checkpoints of a run.", "spurline.tools.checkpoint:main"),
     "convert": ("Import a Hugging Face model, or export a checkpoint as one.", "spurline.tools.convert:main"),
+    "replay": ("Take a step of a run again, and find where it stops being finite.", "spurline.tools.replay:main"),
     "data": ("Tokenize data ahead of training, and verify the result.", "spurline.tools.data:main"),
     "tokenizer": ("Train or inspect a tokenizer.", "spurline.tools.tokenizer:main"),
     "report": ("Write an HTML report of one run, or a comparison of several.", "spurline.tools.report:main"),

@@ -1,4 +1,4 @@
-"""Lossless conversion between a run's config and JSON. Torch-free."""
+"""Lossless conversion between a run's config and JSON; config files that people write. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from spurline.files import write_file
 from spurline.models import family_configs, family_names
 from spurline.spelling import did_you_mean
 from spurline.typed_json import convert, shown
-from spurline.untrusted import read_json, reason
+from spurline.untrusted import read_json, read_yaml, reason
 
 
 class ConfigError(ValueError):
@@ -33,23 +33,45 @@ def save(path: str | Path, module: str, config_name: str, run_config: RunConfig[
     write_file(path, to_json(module, config_name, run_config))
 
 
-def load(path: str | Path) -> tuple[str, str, RunConfig[Any]]:
-    """Read what `save` wrote: (module, config name, config). Raises a ConfigError with every invalid entry."""
-    content = _read_json(path)
+def load(path: str | Path, *, may_be_partial: bool = False) -> tuple[str, str, RunConfig[Any]]:
+    """Read what `save` wrote: (module, config name, config). Raises a ConfigError with every invalid entry.
+
+    A partial file, which may be YAML, leaves the preset's value to every option that it does not have.
+    """
+    content = _read(path, is_yaml=may_be_partial and str(path).endswith((".yaml", ".yml")))
     if not isinstance(content, dict):
-        raise ConfigError([f"{path}: a config file must be a JSON object of sections, got {shown(content)}"])
+        raise ConfigError([f"{path}: a config file must be an object of sections, got {shown(content)}"])
     module, config_name = content.pop("module", ""), content.pop("config", "")
+    if may_be_partial:
+        module = module or family_of(config_name)
     problems = preset_problems(module, config_name)
     if not problems:
         preset = family_configs(module)[config_name]()
+        if may_be_partial:
+            content = _merged(json.loads(json.dumps(dataclasses.asdict(preset))), content)
         run_config = convert(RunConfig[type(preset.model)], content, "", problems)  # type: ignore[misc]
     if problems:
         raise ConfigError([f"{path}: {problem}" for problem in problems])
     return module, config_name, run_config
 
 
+def family_of(config_name: Any) -> str:
+    """The family that has this preset, if it is the only one; else ""."""
+    owners = [
+        family for family in family_names() if isinstance(config_name, str) and config_name in family_configs(family)
+    ]
+    return owners[0] if len(owners) == 1 else ""
+
+
 def preset_problems(module: Any, config_name: Any, prefix: str = "") -> list[str]:
     """Why there is no such preset, with the available ones; empty if it exists."""
+    if not module:
+        if not config_name:
+            return [f"{prefix}config is missing: `spurline configs` lists the presets"]
+        names = sorted(name for family in family_names() for name in family_configs(family))
+        if config_name not in names:
+            known = did_you_mean(str(config_name), names)
+            return [f"{prefix}config: there is no preset {config_name!r}{known} `spurline configs` lists them"]
     found = not_among(f"{prefix}module", module, family_names())
     if not found:
         found += not_among(f"{prefix}config", config_name, sorted(family_configs(module)))
@@ -65,9 +87,19 @@ def not_among(name: str, given: Any, choices: list[str]) -> list[str]:
     return [f"{what} Choose from: {', '.join(choices)}"]
 
 
-def _read_json(path: str | Path) -> Any:
+def _merged(defaults: dict[str, Any], content: dict[str, Any]) -> dict[str, Any]:
+    """The defaults with what `content` has in their place, at any depth."""
+    both = {
+        name: _merged(value, content[name])
+        for name, value in defaults.items()
+        if isinstance(value, dict) and isinstance(content.get(name), dict)
+    }
+    return defaults | content | both
+
+
+def _read(path: str | Path, is_yaml: bool) -> Any:
     try:
-        return read_json(path)
+        return read_yaml(path) if is_yaml else read_json(path)
     except OSError as error:
         raise ConfigError([f"{path}: can't read the config file: {reason(error)}"]) from None
     except ValueError as error:

@@ -3,7 +3,9 @@
 import os
 import re
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -12,10 +14,11 @@ import torch.distributed as dist
 from spurline.hardware import find_hardware
 
 
-def pick_device(wanted: str = "auto") -> torch.device:
+def pick_device(wanted: str = "auto", option: str = "training.device") -> torch.device:
     """The device of this process: the accelerator with the number LOCAL_RANK, or the CPU; a ValueError if it is absent.
 
-    auto is the accelerator that this PyTorch is built for, if there is one here and every rank can have its own.
+    auto is the accelerator that this PyTorch is built for, if there is one here and every rank can have its own. Errors
+    name the option that the wish came from.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if wanted == "auto":
@@ -23,14 +26,14 @@ def pick_device(wanted: str = "auto") -> torch.device:
     if wanted == "cpu":
         return torch.device("cpu")
     if accelerator is None or accelerator.type != wanted:
-        raise ValueError(f"training.device {wanted}: {_why_absent(wanted)}. Use --training.device auto or cpu")
+        raise ValueError(f"{option} {wanted}: {_why_absent(wanted)}. Use --{option} auto or cpu")
     if _lacks_ranks(accelerator):
-        raise ValueError(f"training.device {wanted} is one device: train on one rank, or use --training.device cpu")
+        raise ValueError(f"{option} {wanted} is one device: train on one rank, or use --{option} cpu")
     index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.accelerator.device_count()
     if index >= count:
         raise ValueError(
-            f"training.device {wanted}: this is process {index + 1} on this machine, which has {count} of them."
-            f" Start at most {count} processes a machine, or use --training.device cpu"
+            f"{option} {wanted}: this is process {index + 1} on this machine, which has {count} of them."
+            f" Start at most {count} processes a machine, or use --{option} cpu"
         )
     return torch.device(wanted, index)
 
@@ -88,6 +91,49 @@ def has_grouped_mm_kernel(device: str, dtype: torch.dtype) -> bool:
     if torch.version.hip or not torch.cuda.is_available():
         return True
     return torch.cuda.get_device_capability()[0] in (9, 10)
+
+
+TRITON_TARGETS = {
+    "sm_80": ("cuda", 80, 32),
+    "sm_86": ("cuda", 86, 32),
+    "sm_90": ("cuda", 90, 32),
+    "sm_100": ("cuda", 100, 32),
+    "gfx942": ("hip", "gfx942", 64),
+}
+"""What Triton calls the architectures that our kernels have tile sizes for: back end, architecture, warp size."""
+
+
+def can_run_triton(device: str) -> bool:
+    """Whether our Triton kernels are for devices of this type: NVIDIA's, and AMD's with ROCm."""
+    return device == "cuda"
+
+
+@cache
+def architecture(device: torch.device) -> str:
+    """The architecture of a device that runs Triton, such as sm_90 or gfx942; empty for others."""
+    if device.type != "cuda":
+        return ""
+    if torch.version.hip:
+        return torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+def current_device(device: torch.device) -> AbstractContextManager[object]:
+    """Make it the current device for a while: that is where kernels of others are launched."""
+    return torch.accelerator.device_index(device.index) if is_accelerator(device) else nullcontext()
+
+
+def lacks_8_bit_products(device: torch.device, recipe: str) -> str:
+    """What a device lacks for torchao's products of this recipe, linear and grouped; empty if it has them."""
+    if device.type != "cuda":
+        return f"has no products on {device.type} devices"
+    if torch.version.hip:
+        has_them = recipe == "float8" and architecture(device).startswith(("gfx94", "gfx95"))
+        return "" if has_them else f"has no products on {architecture(device)}"
+    major = torch.cuda.get_device_capability(device)[0]
+    allowed = (10,) if recipe == "mxfp8" else (9, 10)
+    return "" if major in allowed else f"needs compute capability {' or '.join(f'{number}.x' for number in allowed)}"
 
 
 def peak_memory_bytes(device: torch.device) -> int | None:

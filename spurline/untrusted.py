@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import IO, Any
 
 MAX_JSON_BYTES = 2**30
+MAX_YAML_BYTES = 2**20
 MAX_LINE_BYTES = 2**26
 MAX_DEPTH = 64
 
@@ -39,6 +40,33 @@ def read_bytes(path: str | os.PathLike[str], max_bytes: int = MAX_JSON_BYTES) ->
 def read_json(path: str | os.PathLike[str], max_bytes: int = MAX_JSON_BYTES) -> Any:
     """The value in a JSON file; an OSError if it can't be read, a ValueError (without the path) if it is not JSON."""
     return parse_json(read_bytes(path, max_bytes))
+
+
+def read_yaml(path: str | os.PathLike[str], max_bytes: int = MAX_YAML_BYTES) -> Any:
+    """The plain data in a YAML file; an OSError if it can't be read, a ValueError (without the path) if it is not YAML.
+
+    Aliases are refused: a few lines of them stand for gigabytes.
+    """
+    import yaml
+
+    text = read_bytes(path, max_bytes)
+    try:
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
+            raise ValueError("not a YAML file that is read here: it has aliases (*name)")
+        value = yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ValueError(f"not YAML: {error.problem or error.context}{where}") from None
+    except (yaml.YAMLError, UnicodeDecodeError):
+        raise ValueError("not YAML: the file is not text") from None
+    except RecursionError:
+        raise ValueError("not YAML: nested too deeply") from None
+    # What is flat, and has only what JSON has (no dates, no keys but names), goes on as JSON would.
+    try:
+        return parse_json(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError, RecursionError):
+        raise ValueError("not YAML that is read here: values must be those of JSON, such as numbers and text") from None
 
 
 def parse_json(text: str | bytes) -> Any:

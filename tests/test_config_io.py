@@ -113,7 +113,7 @@ def test_broken_json_says_where(tmp_path):
 
 
 def test_json_that_is_no_object(tmp_path):
-    assert problems(write(tmp_path, [1, 2])) == ["a config file must be a JSON object of sections, got [1, 2]"]
+    assert problems(write(tmp_path, [1, 2])) == ["a config file must be an object of sections, got [1, 2]"]
     (problem,) = problems(write(tmp_path, list(range(100))))
     assert problem.endswith("got [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11...")
 

@@ -16,8 +16,10 @@ FLOORS = [
     ["spurline.bench"],
     ["spurline.testing"],
     ["spurline.simulate"],
-    ["spurline.hf", "spurline.report"],
+    ["spurline.hf.importing", "spurline.hf.exporting", "spurline.report"],  # which read and write checkpoints
+    ["spurline.hf.verify"],
     ["spurline.train"],
+    ["spurline.hf"],  # reading a folder: a run may start from one
     ["spurline.config_io", "spurline.plugins"],
     ["spurline.models"],
     ["spurline.parallel"],

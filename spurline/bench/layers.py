@@ -1,6 +1,7 @@
 """The layers to compare: ours and those of installed peers, all with the same weights."""
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 from spurline.bench.cases import Case
 from spurline.bench.floor import Floor
 from spurline.moe import MoE, MoEConfig
+from spurline.moe.kernels.choose import kernel_named
+from spurline.moe.kernels.kernel import Work
 
 _MOST_COPIES = 512
 """Maximum number of rows for peers that copy the expert's weights for each row."""
@@ -43,7 +46,10 @@ class Contest:
     candidates: dict[str, Candidate]
 
 
-def make_contest(case: Case, dtype: torch.dtype = torch.float32, peers: bool = True) -> Contest:
+def make_contest(
+    case: Case, dtype: torch.dtype = torch.float32, peers: bool = True, device: str | torch.device = "cpu"
+) -> Contest:
+    """Weights and input are drawn on the CPU, so that they are the same on every device."""
     torch.manual_seed(0)
     config = MoEConfig(
         dim=case.dim,
@@ -55,15 +61,16 @@ def make_contest(case: Case, dtype: torch.dtype = torch.float32, peers: bool = T
     ours = MoE(config)
     x = torch.randn(1, case.num_tokens, case.dim)
     _set_routing(ours.router.gate_ED, x, case)
-    x, grad = x.to(dtype).requires_grad_(), torch.randn(x.shape).to(dtype)
-    ours.to(dtype)
-    layers: dict[str, nn.Module] = {"spurline": ours}
+    x, grad = x.to(device, dtype).requires_grad_(), torch.randn(x.shape).to(device, dtype)
+    layers: dict[str, nn.Module] = {"spurline": ours} | _other_kernels(ours, x)
+    for layer in layers.values():
+        layer.to(device, dtype)
     if peers and case.routing != "uniform":  # peers have no forced load balance, or for debugging only
         for name, make in _PEERS.items():
             if name == "transformers batched_mm" and case.num_rows > _MOST_COPIES:
                 continue
             with contextlib.suppress(ImportError):
-                layers |= {name: make(case, ours).to(dtype)}
+                layers |= {name: make(case, ours).to(device, dtype)}
     with torch.no_grad():
         routing = ours.router(x.flatten(0, 1))
     token_R = torch.argsort(routing.expert_TK.flatten(), stable=True) // case.top_k
@@ -71,6 +78,20 @@ def make_contest(case: Case, dtype: torch.dtype = torch.float32, peers: bool = T
     counts = routing.count_E.tolist()
     floor = Floor(x.detach()[0, token_R], *weights, counts, grad[0, token_R])  # type: ignore[call-arg]
     return Contest(floor, {name: Candidate(layer, x, grad) for name, layer in layers.items()})
+
+
+def _other_kernels(ours: MoE, x: Tensor) -> dict[str, nn.Module]:
+    """On an accelerator: our layer once more with each kernel that `auto` may choose or leave there."""
+    found: dict[str, nn.Module] = {}
+    if x.device.type == "cpu":
+        return found
+    for name in ("grouped_mm", "triton"):
+        work = Work("swiglu", x.device.type, x.dtype, ours.config.dim, ours.config.hidden_dim)
+        if kernel_named(name).suits(work).score:
+            layer = MoE(dataclasses.replace(ours.config, experts_backend=name))
+            layer.load_state_dict(ours.state_dict())
+            found[f"spurline {name}"] = layer
+    return found
 
 
 @torch.no_grad()
@@ -124,7 +145,7 @@ def _torchtitan(case: Case, ours: MoE) -> nn.Module:
     for name in ("w1_EFD", "w3_EFD", "w2_EDF"):
         setattr(experts, name, _copy(getattr(ours.experts, name)))
     layer.router.gate.weight = _copy(ours.router.gate_ED)
-    layer._init_self_buffers(buffer_device=torch.device("cpu"))
+    layer._init_self_buffers(buffer_device=torch.device("cpu"))  # moved with the layer
     return layer
 
 

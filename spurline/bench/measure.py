@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -29,6 +31,12 @@ class Timing:
         return statistics.median(a / b for a, b in zip(self.seconds, other.seconds, strict=True))
 
 
+def wait_for_device() -> None:
+    """An accelerator has work queued when a call returns."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
 def interleave(candidates: dict[str, Callable[[], object]], seconds: float, least: int = 5) -> dict[str, Timing]:
     """Time all candidates in rounds for about `seconds`, and at least `least` rounds, after one warmup round.
 
@@ -37,6 +45,7 @@ def interleave(candidates: dict[str, Callable[[], object]], seconds: float, leas
     names = list(candidates)
     for name in names:
         candidates[name]()
+    wait_for_device()
     times: dict[str, list[float]] = {name: [] for name in names}
     started, number = time.perf_counter(), 0
     while number < least or time.perf_counter() - started < seconds:
@@ -44,6 +53,7 @@ def interleave(candidates: dict[str, Callable[[], object]], seconds: float, leas
             name = names[(number + offset) % len(names)]
             begin = time.perf_counter()
             candidates[name]()
+            wait_for_device()
             times[name].append(time.perf_counter() - begin)
         number += 1
     return {name: Timing(values) for name, values in times.items()}

@@ -21,20 +21,20 @@ _TOO_SLOW = {"forward+backward": {"transformers eager", "transformers batched_mm
 _SWEPT = Case("sweep", 256, 256, 8, 2, 2048)
 
 
-def layers(threads: int, seconds: float, cases: list[str]) -> Iterator[Figure]:
+def layers(threads: int, seconds: float, cases: list[str], device: str = "cpu") -> Iterator[Figure]:
     """The whole layer including the router, in float32, as ratios to the floor and to the best peer."""
     for name in cases:
-        contest = _agreed(make_contest(CASES[name]), 1e-4)
+        contest = _agreed(make_contest(CASES[name], device=device), 1e-4)
         for what in _KINDS:
             yield from _timed("layers", CASES[name], contest, what, threads, seconds)
 
 
-def bf16(threads: int, seconds: float, cases: list[str]) -> Iterator[Figure]:
+def bf16(threads: int, seconds: float, cases: list[str], device: str = "cpu") -> Iterator[Figure]:
     """The same in bfloat16, and the relative error of each output against float64."""
     for name in cases:
         if name not in ("small", "medium"):
             continue
-        contest = _agreed(make_contest(CASES[name], torch.bfloat16), 0.1)
+        contest = _agreed(make_contest(CASES[name], torch.bfloat16, device=device), 0.1)
         for what in _KINDS:
             yield from _timed("bf16", CASES[name], contest, what, threads, seconds)
         yield from _with_ratios([Figure("bf16", name, "error", *error, "", threads) for error in _errors(contest)])
@@ -88,7 +88,7 @@ def _figure(part: str, case: str, what: str, who: str, timing: Timing, threads: 
 
 def _with_ratios(figures: list[Figure], times: dict[str, Timing] | None = None) -> list[Figure]:
     """Fill in the ratios to the best peer: medians over rounds if times are given, else of the values."""
-    peers = [figure for figure in figures if figure.candidate not in ("floor", "spurline")]
+    peers = [figure for figure in figures if figure.candidate.split()[0] not in ("floor", "spurline")]
     if not peers:
         return figures
     best = min(peers, key=lambda figure: figure.value)
@@ -123,13 +123,13 @@ def _errors(contest: Contest) -> Iterator[tuple[str, float]]:
 
 def _exact_output(contest: Contest) -> torch.Tensor:
     ours = contest.candidates["spurline"]
-    layer = type(ours.layer)(ours.layer.config).double()
+    layer = type(ours.layer)(ours.layer.config).to(ours.x.device).double()
     layer.load_state_dict({name: tensor.double() for name, tensor in ours.layer.state_dict().items()})
     with torch.no_grad():
         return layer(ours.x.double())
 
 
-SUITES: dict[str, Callable[[int, float, list[str]], Iterator[Figure]]] = {
+SUITES: dict[str, Callable[..., Iterator[Figure]]] = {
     "layers": layers,
     "bf16": bf16,
     "memory": memory,

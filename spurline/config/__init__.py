@@ -7,6 +7,7 @@ from spurline.config.data import Data
 from spurline.config.layout import ActivationCheckpoint, Comm, Compile, Parallelism
 from spurline.config.model import ModelConfig, ParallelFacts
 from spurline.config.output import Checkpoint, Debug, Job, Metrics, Profile
+from spurline.config.precision import Precision
 from spurline.config.run import RunConfig
 from spurline.config.training import LRScheduler, Optimizer, Training
 
@@ -24,6 +25,7 @@ __all__ = [
     "Optimizer",
     "ParallelFacts",
     "Parallelism",
+    "Precision",
     "Profile",
     "RunConfig",
     "Training",

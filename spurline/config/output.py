@@ -13,9 +13,16 @@ from spurline.typed_json import ADDED_LATER
 class Job:
     dump_folder: str = ""
     """Folder for everything the run writes (empty: outputs/<config>)."""
+    allow_changes: bool = field(default=False, metadata=ADDED_LATER)
+    """Resume although options or data that change the run differ from the checkpoint's; each difference is listed."""
+    overwrite: bool = field(default=False, metadata=ADDED_LATER)
+    """Start at step 1 and replace the run that is in the folder, with its checkpoints."""
+    max_same_failures: int = field(default=4, metadata=ADDED_LATER)
+    """Do not start a run with checkpoints again after this many failures in a row at the same step with the same
+    error; from the second on it steps back to an older checkpoint (0: no limit)."""
 
     def problems(self) -> list[str]:
-        return []
+        return at_least(self, max_same_failures=0)
 
 
 @dataclass(frozen=True)
@@ -32,6 +39,10 @@ class Checkpoint:
     """async: training waits only for a copy of the state in memory; a background thread writes it to disk."""
     sign_key_file: str = field(default="", metadata=ADDED_LATER)
     """File with a secret key: checkpoints are signed with it (HMAC-SHA256), and only those are loaded (empty: off)."""
+
+    initial_load_path: str = field(default="", metadata=ADDED_LATER)
+    """Start from the weights of a Hugging Face folder, a run or a checkpoint, with a fresh optimizer at step 0.
+    Without --module and --config, the model is that of the folder too. Ignored when the run resumes."""
 
     def problems(self) -> list[str]:
         return at_least(self, interval=1, keep_latest_k=0)
@@ -93,6 +104,8 @@ class Debug:
     """Wrap each layer's experts in their own FSDP2 unit, as on PyTorch builds without per-parameter meshes."""
     stop_after: int = 0
     """Stop after this step but keep the learning rate schedule of all training.steps, to test resuming (0: off)."""
+    check_replicas_interval: int = field(default=100, metadata=ADDED_LATER)
+    """Steps between comparisons of what several ranks hold copies of; also before each checkpoint (0: never)."""
 
     def problems(self) -> list[str]:
-        return at_least(self, stop_after=0)
+        return at_least(self, stop_after=0, check_replicas_interval=0)

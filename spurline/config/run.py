@@ -11,6 +11,7 @@ from spurline.config.data import Data
 from spurline.config.layout import ActivationCheckpoint, Comm, Compile, Parallelism
 from spurline.config.model import ModelConfig
 from spurline.config.output import Checkpoint, Debug, Job, Metrics, Profile
+from spurline.config.precision import Precision
 from spurline.config.training import LRScheduler, Optimizer, Training
 from spurline.typed_json import ADDED_LATER
 
@@ -31,6 +32,7 @@ class RunConfig(Generic[M]):
     parallelism: Parallelism = field(default_factory=Parallelism)
     comm: Comm = field(default_factory=Comm, metadata=ADDED_LATER)
     compile: Compile = field(default_factory=Compile)
+    precision: Precision = field(default_factory=Precision, metadata=ADDED_LATER)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     data: Data = field(default_factory=Data)
@@ -56,6 +58,8 @@ class RunConfig(Generic[M]):
                 " data.validation_fraction above 0"
             )
         found += self._pipeline_problems()
+        if self.training.on_loss_spike == "step_back" and not self.checkpoint.enable:
+            found.append("training.on_loss_spike step_back needs checkpoints: set checkpoint.enable")
         local, total = self.training.local_batch_size, self.training.global_batch_size
         if local > 0 and total > 0 and total % local:
             found.append(f"training.global_batch_size {total} is not a multiple of training.local_batch_size {local}")

@@ -33,13 +33,27 @@ class Training:
     """Device of each rank: cuda is for ROCm too; auto takes the accelerator of this machine, else the CPU."""
     max_grad_norm: float = 1.0
     """Clip the global gradient norm to this value (0: no clipping)."""
+    on_bad_step: Literal["stop", "skip"] = field(default="stop", metadata=ADDED_LATER)
+    """What to do about a step whose loss or gradient is not finite: stop the run, or go on without its update.
+    Either way it is recorded in bad_steps.jsonl of the run folder, for `spurline replay`."""
+    max_bad_steps: int = field(default=5, metadata=ADDED_LATER)
+    """With on_bad_step skip: stop after more bad steps in a row than this."""
+    on_loss_spike: Literal["warn", "step_back"] = field(default="warn", metadata=ADDED_LATER)
+    """What to do when the loss jumps and stays up: warn, or go back to the checkpoint before it (checkpoint.enable)."""
+    loss_spike_patience: int = field(default=3, metadata=ADDED_LATER)
+    """With on_loss_spike step_back: logged steps in a row whose loss is far above the usual (6 standard deviations)."""
+    loss_spike_skip_data: bool = field(default=True, metadata=ADDED_LATER)
+    """With on_loss_spike step_back: leave out the data that was read since the checkpoint."""
+    max_step_backs: int = field(default=3, metadata=ADDED_LATER)
+    """With on_loss_spike step_back: stop at the next spike after this many."""
     threads: int = 0
     """Intra-op CPU threads per rank (0: PyTorch's default). Reductions may differ in the last bits between values."""
     keep_freed_memory: bool = True
     """Keep freed memory in the process (glibc only): fewer page faults per step, slightly higher memory use."""
 
     def problems(self) -> list[str]:
-        found = at_least(self, steps=1, seq_len=1, local_batch_size=1, max_grad_norm=0, threads=0)
+        found = at_least(self, steps=1, seq_len=1, local_batch_size=1, max_grad_norm=0, max_bad_steps=0, threads=0)
+        found += at_least(self, loss_spike_patience=1, max_step_backs=0)
         if self.global_batch_size == 0 or self.global_batch_size < -1:
             found.append(f"global_batch_size must be positive or -1, got {self.global_batch_size}")
         if self.mixed_precision_param == "bfloat16" and self.dtype == "float32":

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from spurline.config import Data
 from spurline.data.sources import check_data as check_text
 
 if TYPE_CHECKING:
+    from spurline.data.chat import Questions
     from spurline.data.loader import TrainBatches, ValidationBatches
     from spurline.data.tokenizer import Tokenizer
 
@@ -24,12 +26,23 @@ class DataSets:
     num_documents: int
     num_tokens: int
     """Total tokens of training and validation documents, including boundary tokens."""
+    fingerprint: Callable[[], str] = lambda: ""
+    """A hash of all documents, which is computed when it is asked for: from the checksums of prepared data, else from
+    the tokens. Of pictures it covers names, captions and sizes."""
+    notes: list[str] = field(default_factory=list)
+    """What was done with the data, in lines for the user."""
+    questions: Questions | None = None
+    """Held-out prompts of chat data."""
 
 
 def check_data(data: Data) -> list[str]:
     """Errors in the data options that can be found without reading all of the data."""
     if data.kind == "text":
         return check_text(data)
+    if data.kind == "chat":
+        from spurline.data.chat_samples import check_chat
+
+        return (check_text(data) or check_chat(data)) if data.path else []
     from spurline.data.picture_samples import check_pictures
 
     return check_pictures(data)
@@ -41,6 +54,10 @@ def open_data(data: Data, seq_len: int, seed: int) -> DataSets:
         from spurline.data.pictures import open_pictures
 
         return open_pictures(data, seq_len, seed)
+    if data.kind == "chat":
+        from spurline.data.chat import open_chat
+
+        return open_chat(data, seq_len, seed)
     from spurline.data.loader import TrainBatches, ValidationBatches, text_batch, text_batch_by_documents
     from spurline.data.text import open_text
 
@@ -52,4 +69,5 @@ def open_data(data: Data, seq_len: int, seed: int) -> DataSets:
         validation=ValidationBatches(text.validation, make_batch) if text.validation is not None else None,
         num_documents=text.num_documents,
         num_tokens=text.num_tokens,
+        fingerprint=text.fingerprint,
     )

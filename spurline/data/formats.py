@@ -9,7 +9,7 @@ import gzip
 import io
 import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
@@ -40,9 +40,13 @@ def read_file(path: str, name: str, text_field: str, advance: Advance) -> Iterat
     """The non-empty documents of a file, whose format is determined by its name."""
     if name.endswith(".parquet"):
         return _read_parquet(path, name, text_field, advance)
-    if name.removesuffix(".gz").removesuffix(".zst").endswith(_TEXT_SUFFIXES):
+    if is_jsonl(name):
         return _read_jsonl(path, name, text_field, advance)
     return _read_text(path, name, advance)
+
+
+def is_jsonl(name: str) -> bool:
+    return name.removesuffix(".gz").removesuffix(".zst").endswith(_TEXT_SUFFIXES)
 
 
 def _read_text(path: str, name: str, advance: Advance) -> Iterator[Document]:
@@ -85,6 +89,13 @@ def _decode(content: bytes, path: str, offset: int) -> str:
 
 def _read_jsonl(path: str, name: str, text_field: str, advance: Advance) -> Iterator[Document]:
     """One document per line."""
+    for number, record in jsonl_records(path, advance):
+        if text := _field_of_record(record, text_field, f"data.path: {path!r}, line {number}"):
+            yield Document(f"{name}:{number}", text)
+
+
+def jsonl_records(path: str, advance: Advance) -> Iterator[tuple[int, Any]]:
+    """The value of each line that is not blank, with the line's number."""
     offset = 0
     with _opened(path, advance) as file:
         for number, line in enumerate(_bounded_lines(file, path), start=1):
@@ -96,9 +107,7 @@ def _read_jsonl(path: str, name: str, text_field: str, advance: Advance) -> Iter
                 raise ValueError(f"{where}: not UTF-8 ({what})") from None
             offset += len(line)
             if not decoded.isspace():
-                text = _field_of_line(decoded, text_field, where)
-                if text:
-                    yield Document(f"{name}:{number}", text)
+                yield number, _parsed(decoded, where)
 
 
 def _bounded_lines(file: BinaryIO, path: str) -> Iterator[bytes]:
@@ -109,20 +118,29 @@ def _bounded_lines(file: BinaryIO, path: str) -> Iterator[bytes]:
         raise ValueError(f"data.path: {path!r}: {error}, the most that one document may have") from None
 
 
-def _field_of_line(line: str, text_field: str, where: str) -> str:
+def _parsed(line: str, where: str) -> Any:
     try:
-        record = json.loads(line.rstrip())
+        return json.loads(line.rstrip())
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: not JSON (column {error.colno}: {error.msg.removesuffix(' at')})") from None
     except RecursionError:
         raise ValueError(f"{where}: JSON is nested too deeply") from None
     except ValueError:
         raise ValueError(f"{where}: not JSON (a number has too many digits)") from None
+
+
+def _field_of_record(record: Any, text_field: str, where: str) -> str:
     if not isinstance(record, dict):
         raise ValueError(f"{where}: not a JSON object with a field {text_field!r}")
     if text_field not in record:
         has = ", ".join(map(repr, record)) or "no field"
-        raise ValueError(f"{where}: no field {text_field!r} (it has {has}): choose one with data.text_field")
+        is_chat = "messages" in record or {"prompt", "completion"} <= record.keys()
+        instead = (
+            "conversations are read with --data.kind chat, and are not prepared"
+            if is_chat
+            else "choose one with data.text_field"
+        )
+        raise ValueError(f"{where}: no field {text_field!r} (it has {has}): {instead}")
     return checked_text(record[text_field], text_field, where)
 
 
@@ -131,9 +149,8 @@ def checked_text(value: Any, text_field: str, where: str) -> str:
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise ValueError(
-            f"{where}: {text_field!r} is {type(value).__name__}, not text: choose another field with data.text_field"
-        )
+        instead = "read conversations with --data.kind chat" if isinstance(value, list) else "choose another field"
+        raise ValueError(f"{where}: {text_field!r} is {type(value).__name__}, not text: {instead} (data.text_field)")
     return value
 
 
@@ -161,6 +178,28 @@ def _read_parquet(path: str, name: str, text_field: str, advance: Advance) -> It
                         yield Document(f"{name}:{row}", text)
                     row += 1
                 advance(int(row * bytes_per_row) - int((row - batch.num_rows) * bytes_per_row))
+    except pyarrow.ArrowException as error:
+        first_line = str(error).partition("\n")[0]
+        raise ValueError(f"{where}: can't be read as Parquet after row {row}: {first_line}") from None
+    except OSError as error:
+        raise ValueError(f"{where}: can't be read after row {row}: {error.strerror or error}") from None
+
+
+def parquet_rows(path: str, wanted: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Each row with its number, as a dict of those of the wanted columns that the file has."""
+    pyarrow = import_pyarrow("Parquet files")
+    from pyarrow.parquet import ParquetFile
+
+    where, row = f"data.path: {path!r}", 0
+    try:
+        with ParquetFile(path) as table:
+            columns = [name for name in wanted if name in table.schema_arrow.names]
+            for name in columns:
+                _check_row_groups(table, name, where)
+            for batch in table.iter_batches(batch_size=PARQUET_ROWS, columns=columns):
+                for record in batch.to_pylist():
+                    yield row, record
+                    row += 1
     except pyarrow.ArrowException as error:
         first_line = str(error).partition("\n")[0]
         raise ValueError(f"{where}: can't be read as Parquet after row {row}: {first_line}") from None

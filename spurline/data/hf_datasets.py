@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
@@ -49,6 +49,14 @@ def read_dataset(path: str, text_field: str, advance: Advance) -> Iterator[Docum
         if text := checked_text(row[text_field], text_field, f"{where}, row {number}"):
             yield Document(str(number), text)
         advance(1)
+
+
+def dataset_rows(path: str, wanted: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Each row with its number; of the columns, as far as they are known, those that are wanted."""
+    dataset = _open(path)
+    if dataset.column_names is not None:
+        dataset = dataset.select_columns([name for name in wanted if name in dataset.column_names])
+    yield from enumerate(_rows(dataset, f"data.path {path!r}"))
 
 
 def _rows(dataset: Any, where: str) -> Iterator[dict[str, Any]]:

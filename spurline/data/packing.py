@@ -24,6 +24,9 @@ from spurline.data.stream import (
 )
 from spurline.data.tokenizer import Tokenizer, Tokens, token_dtype
 
+# Windows kept open for first-fit packing: more windows leave less padding.
+_OPEN_WINDOWS = 32
+
 
 class Windows:
     """A stream (N,) as windows of seq_len + 1 tokens, each overlapping the previous one by one token.
@@ -85,6 +88,22 @@ def document_ids(tokens_BL: Any, boundary_id: int) -> Any:
     return (tokens_BL == boundary_id).cumsum(-1)
 
 
+def first_fit(sizes: Sequence[int], room: int) -> list[list[int]]:
+    """Pack items into windows of size `room` without cutting any: the numbers of the items in each window."""
+    windows: list[list[int]] = []
+    opened: list[tuple[list[int], int]] = []
+    for number, size in enumerate(sizes):
+        for place, (window, left) in enumerate(opened):
+            if size <= left:
+                window.append(number)
+                opened[place] = window, left - size
+                break
+        else:
+            windows.append([number])
+            opened = [*opened, (windows[-1], room - size)][-_OPEN_WINDOWS:]
+    return windows
+
+
 @dataclass(frozen=True)
 class Packed:
     train: Windows
@@ -92,6 +111,8 @@ class Packed:
     """None if nothing is held out, or the fraction is less than half a window."""
     num_documents: int
     num_tokens: int
+    stream: DocumentStream
+    """What both are taken from."""
 
 
 def pack(
@@ -136,6 +157,7 @@ def pack_stream(
         validation=validation if len(validation) else None,
         num_documents=len(stream.start_D),
         num_tokens=stream.num_tokens,
+        stream=stream,
     )
 
 

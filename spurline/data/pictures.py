@@ -16,18 +16,16 @@ import torch
 from spurline.config import Data
 from spurline.data.batch import IGNORE_INDEX, Batch, Images, Spot
 from spurline.data.loader import TrainBatches, ValidationBatches
+from spurline.data.packing import first_fit
 from spurline.data.patch_sizes import PATCH_DIM, PATCH_SIZE
 from spurline.data.patches import to_patches
 from spurline.data.picture_samples import Picture, Sample, read_samples
 from spurline.data.picture_tokenizer import PictureTokenizer
-from spurline.data.sources import stable_hash
+from spurline.data.sources import combined_hash, stable_hash
 from spurline.data.tokenizer import tokenizer_for
 
 if TYPE_CHECKING:
     from spurline.data import DataSets
-
-# Windows kept open for first-fit packing: more windows leave less padding.
-_OPEN_WINDOWS = 32
 
 
 class PictureWindows:
@@ -40,7 +38,7 @@ class PictureWindows:
         self._tokens = [_encode(sample, tokenizer) for sample in samples]
         for sample, tokens in zip(samples, self._tokens, strict=True):
             _check_length(sample, len(tokens), seq_len + 1)
-        self._windows = _pack([len(tokens) for tokens in self._tokens], seq_len + 1)
+        self._windows = first_fit([len(tokens) for tokens in self._tokens], seq_len + 1)
 
     def __len__(self) -> int:
         return len(self._windows)
@@ -93,6 +91,9 @@ def open_pictures(data: Data, seq_len: int, seed: int) -> DataSets:
         validation=ValidationBatches(validation, PictureWindows.batch) if held_out else None,
         num_documents=len(samples) + len(held_out),
         num_tokens=train.num_tokens + validation.num_tokens,
+        fingerprint=lambda: combined_hash(
+            f"{sample.name} {sample.text} {sample.picture and sample.picture.size}" for sample in [*samples, *held_out]
+        ),
     )
 
 
@@ -119,19 +120,3 @@ def _check_length(sample: Sample, num_tokens: int, room: int) -> None:
             f"data.path: {sample.name} has {num_tokens} tokens ({num_features} of them image features), but a window"
             f" holds {room} (training.seq_len + 1): raise training.seq_len or lower data.max_pixels"
         )
-
-
-def _pack(sizes: Sequence[int], room: int) -> list[list[int]]:
-    """First-fit packing: the sample indices in each window of size `room`."""
-    windows: list[list[int]] = []
-    opened: list[tuple[list[int], int]] = []
-    for number, size in enumerate(sizes):
-        for place, (window, left) in enumerate(opened):
-            if size <= left:
-                window.append(number)
-                opened[place] = window, left - size
-                break
-        else:
-            windows.append([number])
-            opened = [*opened, (windows[-1], room - size)][-_OPEN_WINDOWS:]
-    return windows

@@ -9,16 +9,12 @@ from contextlib import closing
 from fractions import Fraction
 from functools import partial
 
-import numpy as np
-import numpy.typing as npt
-
 from spurline.config import Data
 from spurline.data.formats import Advance, Document
 from spurline.data.packing import stream_of
-from spurline.data.prepared import DOCUMENT
 from spurline.data.prepared_index import TOKENIZER_FILE, VERSION, Index, PreparedSource, StoredFile, save_index
 from spurline.data.sources import read_documents
-from spurline.data.stream import DocumentStream
+from spurline.data.stream import document_table
 from spurline.data.tokenizer import Tokenizer, token_dtype
 from spurline.data.tokenizer_file import FileTokenizer
 from spurline.data.workers import map_in_order
@@ -106,7 +102,7 @@ def _write_source(
                     (part,) = stream.parts
                     tokens_N = part[:]
                     shard.write(tokens_N.tobytes())
-                    documents.write(_records(stream, num_tokens).tobytes())
+                    documents.write(document_table(stream, num_tokens).tobytes())
                     num_tokens += len(tokens_N)
                     num_documents += len(stream.start_D)
                     stream = next(tokenized, None)
@@ -126,13 +122,6 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
             batch, num_characters = [], 0
     if batch:
         yield batch
-
-
-def _records(stream: DocumentStream, num_tokens_before: int) -> npt.NDArray[np.void]:
-    records_D = np.empty(len(stream.start_D), DOCUMENT)
-    records_D["start"] = stream.start_D + num_tokens_before
-    records_D["hash"] = stream.hash_D
-    return records_D
 
 
 class _HashedFile:

@@ -7,11 +7,8 @@ import os
 import numpy as np
 
 from spurline.data.prepared_index import TOKENIZER_FILE, Index, PreparedSource, content_problem
-from spurline.data.stream import DocumentStream
+from spurline.data.stream import DOCUMENT, DocumentStream
 from spurline.data.tokenizer import ByteTokenizer, Tokenizer, Tokens
-
-DOCUMENT = np.dtype([("start", "<i8"), ("hash", "<u8")])
-"""Record of a document: position of its first token, and the hash that determines the train/validation split."""
 
 
 def open_source(folder: str, index: Index, source: PreparedSource) -> DocumentStream:
@@ -29,6 +26,7 @@ def open_source(folder: str, index: Index, source: PreparedSource) -> DocumentSt
         parts=[_KnownTokens(os.path.join(folder, shard.name), dtype, index.vocab_size) for shard in source.shards],
         start_D=np.ascontiguousarray(records_D["start"]),
         hash_D=np.ascontiguousarray(records_D["hash"]),
+        checksums=[stored.sha256 for stored in (source.documents, *source.shards)],
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
@@ -24,6 +24,11 @@ _NOT_STDLIB = (
 def stable_hash(purpose: str, name: str) -> bytes:
     """A hash that is the same on every machine; hashes for different purposes are independent."""
     return hashlib.sha256(f"{purpose}\0{name}".encode("utf-8", "surrogatepass")).digest()
+
+
+def combined_hash(texts: Iterable[str]) -> str:
+    """One hash of several texts, in their order."""
+    return hashlib.sha256("\0".join(texts).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def each_path(data: Data) -> list[Data]:
@@ -46,24 +51,24 @@ def read_documents(data: Data, advance: Advance = lambda amount: None) -> Iterat
         has_text = True
         yield document
     if not has_text:
-        raise ValueError(f"data.path {_root(data)!r} has no text: all documents are empty")
+        raise ValueError(f"data.path {root_of(data)!r} has no text: all documents are empty")
 
 
 def _read(data: Data, advance: Advance) -> Iterator[Document]:
-    root = _root(data)
+    root = root_of(data)
     if is_dataset(root):
         yield from read_dataset(root, data.text_field, advance)
         return
-    for name, path in sorted(_find_files(data), key=lambda file: stable_hash("order", file[0])):
+    for name, path in sorted(find_files(data), key=lambda file: stable_hash("order", file[0])):
         yield from read_file(path, name, data.text_field, advance)
 
 
 def source_size(data: Data) -> int | None:
     """Size of a source: bytes of its files, or rows of a Hugging Face dataset if known."""
-    root = _root(data)
+    root = root_of(data)
     if is_dataset(root):
         return num_rows(root)
-    return sum(os.path.getsize(path) for _, path in _find_files(data) if os.path.exists(path))
+    return sum(os.path.getsize(path) for _, path in find_files(data) if os.path.exists(path))
 
 
 def check_data(data: Data) -> list[str]:
@@ -81,14 +86,14 @@ def check_data(data: Data) -> list[str]:
 
 
 def _path_problems(data: Data) -> list[str]:
-    root = _root(data)
+    root = root_of(data)
     if is_dataset(root):
         return dataset_problems(root)
     try:
         if is_prepared(root):
             load_index(root)
             return []
-        _, path = next(_find_files(data))
+        _, path = next(find_files(data))
         with open(path, "rb") as file:
             file.read(1)
     except OSError as error:
@@ -98,13 +103,13 @@ def _path_problems(data: Data) -> list[str]:
     return []
 
 
-def _root(data: Data) -> str:
+def root_of(data: Data) -> str:
     return os.path.expanduser(data.path) if data.path else sysconfig.get_path("stdlib")
 
 
-def _find_files(data: Data) -> Iterator[tuple[str, str]]:
+def find_files(data: Data) -> Iterator[tuple[str, str]]:
     """(name, path) of each file of the dataset (at least one), in file system order."""
-    root = _root(data)
+    root = root_of(data)
     if os.path.isfile(root):
         yield os.path.basename(root), root
         return

@@ -5,6 +5,7 @@ Shapes: N tokens, D documents, S stretches (contiguous ranges of a stream).
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -12,10 +13,12 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from spurline.data.sources import stable_hash
+from spurline.data.sources import combined_hash, stable_hash
 from spurline.data.tokenizer import Tokens
 
 Positions = npt.NDArray[np.int64]
+DOCUMENT = np.dtype([("start", "<i8"), ("hash", "<u8")])
+"""Record of a document: position of its first token, and the hash that determines the train/validation split."""
 
 
 class Part(Protocol):
@@ -39,14 +42,33 @@ class DocumentStream:
     """Position of each document's boundary token."""
     hash_D: npt.NDArray[np.uint64]
     """`split_hash` of each document's name, which determines the train/validation split."""
+    checksums: Sequence[str] = ()
+    """SHA-256 of the document table and of each part, if they are known without reading them."""
 
     @property
     def num_tokens(self) -> int:
         return sum(map(len, self.parts))
 
+    def fingerprint(self) -> str:
+        """A hash of all documents: the same for a text and for the text prepared, if that is in one part."""
+        checksums = self.checksums or [_sha256(document_table(self)), *(_sha256(part[:]) for part in self.parts)]
+        return combined_hash(checksums)
+
     def sizes(self) -> Positions:
         """Number of tokens (D,) of each document, including its boundary token."""
         return np.diff(self.start_D, append=self.num_tokens)
+
+
+def document_table(stream: DocumentStream, num_tokens_before: int = 0) -> npt.NDArray[np.void]:
+    """The records (D,) of the documents as they are stored, if this stream begins at `num_tokens_before` of another."""
+    table_D = np.empty(len(stream.start_D), DOCUMENT)
+    table_D["start"] = stream.start_D + num_tokens_before
+    table_D["hash"] = stream.hash_D
+    return table_D
+
+
+def _sha256(array: npt.NDArray[Any]) -> str:
+    return hashlib.sha256(np.ascontiguousarray(array).data).hexdigest()
 
 
 def split_hash(name: str) -> int:

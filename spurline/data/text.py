@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -14,7 +14,7 @@ from spurline.data.mixture import SampleOrder
 from spurline.data.packing import JoinedWindows, Packed, Windows, pack, pack_stream
 from spurline.data.prepared import open_source
 from spurline.data.prepared_index import is_prepared, load_index
-from spurline.data.sources import each_path, read_documents, source_size
+from spurline.data.sources import combined_hash, each_path, read_documents, source_size
 from spurline.data.tokenizer import Tokenizer, tokenizer_for
 
 LARGE_BYTES = 256 * 10**6
@@ -29,6 +29,8 @@ class TextData:
     validation: JoinedWindows | None
     num_documents: int
     num_tokens: int
+    fingerprint: Callable[[], str]
+    """A hash of all documents, in their order."""
 
 
 def open_text(data: Data, seq_len: int, seed: int) -> TextData:
@@ -55,6 +57,7 @@ def open_text(data: Data, seq_len: int, seed: int) -> TextData:
         validation=JoinedWindows(held_out) if held_out else None,
         num_documents=sum(source.num_documents for source in packed),
         num_tokens=sum(source.num_tokens for source in packed),
+        fingerprint=lambda: combined_hash(source.stream.fingerprint() for source in packed),
     )
 
 

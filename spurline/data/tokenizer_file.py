@@ -45,6 +45,7 @@ class FileTokenizer:
         if self.vocab_size > MAX_VOCAB_SIZE:
             raise ValueError(f"{where}: it has the token id {self.vocab_size - 1}, more than {MAX_VOCAB_SIZE - 1}")
         self._dtype = token_dtype(self.vocab_size)
+        self._for_chat: tokenizers.Tokenizer | None = None
 
     @classmethod
     def load(cls, path: str, boundary_token: str = "") -> FileTokenizer:
@@ -80,6 +81,18 @@ class FileTokenizer:
         text = text.encode("utf-8", errors="replace").decode("utf-8")
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         return np.array(encoding.ids, dtype=self._dtype)
+
+    def encode_rendered(self, text: str) -> tokenizers.Encoding:
+        """The encoding of a text in which special tokens stand for themselves, as a chat template writes them."""
+        if self._for_chat is None:
+            self._for_chat = _parse(self.content, "the tokenizer")
+            self._for_chat.no_truncation()
+            self._for_chat.no_padding()
+        return self._for_chat.encode(text, add_special_tokens=False)
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether an id is a token of its own and not a part of texts, such as <|im_end|>."""
+        return token_id in self._tokenizer.get_added_tokens_decoder()
 
     def decode(self, ids: npt.ArrayLike) -> str:
         """Ids to text; special tokens and ids outside the vocabulary are dropped, invalid UTF-8 becomes U+FFFD."""

@@ -12,9 +12,11 @@ from torch import Tensor
 
 from spurline import config_io
 from spurline.config import RunConfig
+from spurline.data.chat_template import NO_TEMPLATE, find_template
 from spurline.hf.accounting import model_shapes, target_dtype
 from spurline.hf.families import architecture_for
 from spurline.hf.folder import INDEX, TOKENIZER_FOLDER, WEIGHTS, copy_tokenizer, new_folder, read_json
+from spurline.hf.quantizing import Block, BlockQuantized, TensorSource
 from spurline.hf.safetensors_file import Entry, write_file
 from spurline.hf.slots import place
 from spurline.hf.verify import compare_logits
@@ -36,11 +38,13 @@ def export_run(
     max_shard_bytes: int = 5_000_000_000,
     verify: bool = False,
     sign_key: bytes | None = None,
+    fp8_block: Block | None = None,
 ) -> list[str]:
     """Export a checkpoint (default: the newest) as the Hugging Face folder `out`; returns messages for the user.
 
-    Weights are written in `dtype` (None: unchanged). Raises a ValueError, and writes nothing, if no class of
-    `transformers` can represent the model.
+    Weights are written in `dtype` (None: unchanged), and with `fp8_block` projections in FP8, with a scale for each
+    block of so many rows and columns. Raises a ValueError, and writes nothing, if no class of `transformers` can
+    represent the model.
     """
     family, _, run_config = config_io.load(run / "config.json")
     model = run_config.model
@@ -49,18 +53,29 @@ def export_run(
     step = checkpoints.latest() if step is None else step
     if step is None:
         raise ValueError(f"{checkpoints.folder} has no complete checkpoint: train with --checkpoint.enable")
-    source = Source(checkpoints.open(step), architecture.slots(model_shapes(model)), dtype)
+    if verify and fp8_block:
+        raise ValueError("--verify compares weights that are not quantized: omit --verify or --fp8")
+    source: TensorSource = Source(checkpoints.open(step), architecture.slots(model_shapes(model)), dtype)
+    quantization: dict[str, Any] = {}
+    if fp8_block:
+        source = BlockQuantized(source, fp8_block)
+        quantization = {"quantization_config": source.config}
 
     with new_folder(out) as folder:
         messages = [f"{architecture.name}, step {step}: {write_weights(folder, source, max_shard_bytes)}"]
         tokenizer = _tokenizer_folder(run, run_config.data.tokenizer)
         copied = copy_tokenizer(tokenizer, folder)
+        if run_config.data.chat_template not in ("", NO_TEMPLATE):
+            template = find_template(run_config.data.chat_template, run_config.data.tokenizer)
+            assert template is not None
+            (folder / "chat_template.jinja").write_text(template.source, encoding="utf-8")
         their_config = {
             "architectures": [architecture.name],
             "model_type": architecture.model_type,
             **architecture.write(model),
             **_kept(tokenizer, _max_length(run_config)),
             "torch_dtype": f"{source.main_dtype}".removeprefix("torch."),
+            **quantization,
         }
         (folder / "config.json").write_text(json.dumps(their_config, indent=2) + "\n", encoding="utf-8")
         if verify:
@@ -138,7 +153,7 @@ class Source:
                 )
 
 
-def write_weights(folder: Path, source: Source, max_shard_bytes: int) -> str:
+def write_weights(folder: Path, source: TensorSource, max_shard_bytes: int) -> str:
     """Write the safetensors files, and an index if there are several; returns a summary."""
     shards = split_into_shards(list(source.entries()), max_shard_bytes)
     names = [WEIGHTS] if len(shards) == 1 else _shard_names(len(shards))

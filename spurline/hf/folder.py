@@ -6,11 +6,11 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from spurline import files, untrusted
 from spurline.config_io import ConfigError
 from spurline.hf.safetensors_file import Stored, read_header
+from spurline.hf.settings import read_json
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENIZER_FOLDER = "tokenizer"
@@ -19,18 +19,6 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json"),
 )
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = untrusted.read_json(path)
-    except OSError as error:
-        raise ValueError(f"{path}: can't read the file: {untrusted.reason(error)}") from None
-    except ValueError as error:
-        raise ValueError(f"{path} is {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} is not a JSON object")
-    return content
 
 
 def find_tensors(folder: Path) -> dict[str, Stored]:

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from spurline import config_io
 from spurline.hf.accounting import account, target_dtype
-from spurline.hf.families import find_architecture, read_model_config, run_config_like_a_preset
-from spurline.hf.folder import TOKENIZER_FOLDER, copy_tokenizer, find_tensors, new_folder, read_json
+from spurline.hf.families import run_config_like_a_preset
+from spurline.hf.folder import TOKENIZER_FOLDER, copy_tokenizer, find_tensors, new_folder
 from spurline.hf.quantized import AnyStored, dequantized
 from spurline.hf.safetensors_file import FLOATS
+from spurline.hf.settings import read_folder_model
 from spurline.hf.slots import assemble
 from spurline.hf.verify import compare_logits
 from spurline.models.common.hf import Slot
@@ -34,9 +35,7 @@ def import_folder(
     """
     if not source.is_dir():
         raise ValueError(f"{source} is not a folder: give one with config.json and safetensors files")
-    their_config = read_json(source / "config.json")
-    architecture = find_architecture(their_config, f"{source / 'config.json'}")
-    model = read_model_config(architecture, their_config, f"{source / 'config.json'}")
+    their_config, architecture, model = read_folder_model(source)
     if with_mtp:
         model = _with_mtp(model, their_config, f"{source / 'config.json'}")
     stored = dequantized(find_tensors(source), their_config, f"{source}")
@@ -57,6 +56,7 @@ def import_folder(
         if verify:
             messages.append(compare_logits(model, folder, 0, source, dtype))
     messages.append(f"run folder: {out}, tokenizer files: {', '.join(copied) or 'none'}")
+    messages.append(f"to fine-tune it: spurline train --config-file {out / 'config.json'} --preset finetune")
     return messages
 
 

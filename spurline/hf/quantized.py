@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -15,9 +16,9 @@ from torch import Tensor
 
 from spurline.config_io import ConfigError
 from spurline.hf.folder import at_most
-from spurline.hf.safetensors_file import FLOATS, Stored, read_bytes
+from spurline.hf.safetensors_file import FLOATS, Stored, read_byte_box
 
-_SCALE = "_scale_inv"
+SCALE = "_scale_inv"
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _GROUP_SIZE = 32  # values that share a scale in MXFP4
@@ -35,6 +36,12 @@ class AnyStored(Protocol):
 
     def read_into(self, target: Tensor, start: int = 0) -> None:
         """Fill a contiguous CPU tensor of any float dtype with the elements from element `start` on."""
+
+    def read_box(self, start: int, num_columns: int, rows: range, columns: range) -> Tensor:
+        """Some rows and columns of the matrix of `num_columns` columns that begins at element `start`.
+
+        Little more than those is read; quantized ones are float32, not rounded.
+        """
 
 
 def read_whole(stored: AnyStored) -> Tensor:
@@ -60,15 +67,22 @@ class BlockScaled:
         num_columns = self.shape[1]
         first, size = start // num_columns, target.numel() // num_columns
         assert (start, target.numel()) == (first * num_columns, size * num_columns), "whole rows only"
-        raw = torch.empty(target.numel(), dtype=torch.uint8)
-        read_bytes(raw, self.weight, start)
-        value_RC = raw.view(torch.float8_e4m3fn).float().view(size, num_columns)
-        scale_rc = torch.empty(self.scale.shape, dtype=FLOATS[self.scale.dtype])
-        self.scale.read_into(scale_rc)
-        block_of_row = torch.arange(first, first + size) // self.block[0]
-        block_of_column = torch.arange(num_columns) // self.block[1]
-        value_RC *= scale_rc.float()[block_of_row][:, block_of_column]
-        target.view(size, num_columns).copy_(value_RC)
+        box_RC = self.read_box(0, num_columns, range(first, first + size), range(num_columns))
+        target.view(size, num_columns).copy_(box_RC)
+
+    def read_box(self, start: int, num_columns: int, rows: range, columns: range) -> Tensor:
+        assert (start % num_columns, num_columns) == (0, self.shape[1]), "whole rows only"
+        rows = range(rows.start + start // num_columns, rows.stop + start // num_columns)
+        value_rc = read_byte_box(self.weight, 0, num_columns, rows, columns).view(torch.float8_e4m3fn).float()
+        row_blocks, column_blocks = _blocks_of(rows, self.block[0]), _blocks_of(columns, self.block[1])
+        scale = self.scale.read_box(0, self.scale.shape[1], row_blocks, column_blocks).float()
+        block_of_row = torch.arange(rows.start, rows.stop) // self.block[0] - row_blocks.start
+        block_of_column = torch.arange(columns.start, columns.stop) // self.block[1] - column_blocks.start
+        return value_rc.mul_(scale[block_of_row][:, block_of_column])
+
+
+def _blocks_of(indices: range, size: int) -> range:
+    return range(indices.start // size, -(-indices.stop // size))
 
 
 @dataclass(frozen=True)
@@ -85,20 +99,28 @@ class MXFP4:
         return num_matrices, num_groups * _GROUP_SIZE, num_rows
 
     def read_into(self, target: Tensor, start: int = 0) -> None:
-        num_columns, num_rows = self.shape[1:]
+        num_rows, num_columns = self.shape[1:]
         size = num_rows * num_columns
         assert (start % size, target.numel() % size) == (0, 0), "whole matrices only"
-        for number, matrix in enumerate(target.view(-1, num_columns, num_rows), start // size):
-            matrix.copy_(self._matrix(number, num_rows, num_columns).mT)
+        for number, matrix in enumerate(target.view(-1, num_rows, num_columns), start // size):
+            matrix.copy_(self.read_box(number * size, num_columns, range(num_rows), range(num_columns)))
 
-    def _matrix(self, number: int, num_rows: int, num_columns: int) -> Tensor:
-        packed = torch.empty(num_rows, num_columns // _GROUP_SIZE, _GROUP_SIZE // 2, dtype=torch.uint8)
-        read_bytes(packed, self.blocks, number * packed.numel())
-        exponent = torch.empty(num_rows, num_columns // _GROUP_SIZE, dtype=torch.uint8)
-        read_bytes(exponent, self.scales, number * exponent.numel())
+    def read_box(self, start: int, num_columns: int, rows: range, columns: range) -> Tensor:
+        """Stored rows are presented columns: of each, the groups of values that lie in `rows` are read."""
+        number, rest = divmod(start, prod(self.shape[1:]))
+        assert (rest, num_columns) == (0, self.shape[2]), "boxes of whole matrices only"
+        groups = _blocks_of(rows, _GROUP_SIZE)
+        num_groups, num_bytes = self.blocks.shape[2:]
+        first, in_bytes = number * num_columns, range(groups.start * num_bytes, groups.stop * num_bytes)
+        row_bytes = num_groups * num_bytes
+        packed = read_byte_box(self.blocks, first * row_bytes, row_bytes, columns, in_bytes)
+        exponent = read_byte_box(self.scales, first * num_groups, num_groups, columns, groups)
         table = torch.tensor([*_FP4_VALUES, *(-value for value in _FP4_VALUES)])
-        codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)  # the lower half comes first
-        return torch.ldexp(table[codes.int()], exponent.int().unsqueeze(-1) - _BIAS).view(num_rows, num_columns)
+        codes = torch.stack([packed & 15, packed >> 4], dim=-1)  # the lower half comes first
+        value_cgv = table[codes.int()].view(len(columns), len(groups), _GROUP_SIZE)
+        value_cr = torch.ldexp(value_cgv, exponent.int().unsqueeze(-1) - _BIAS).flatten(1)
+        begin = groups.start * _GROUP_SIZE
+        return value_cr[:, rows.start - begin : rows.stop - begin].mT
 
 
 def dequantized(stored: Mapping[str, Stored], their_config: Mapping[str, Any], where: str) -> dict[str, AnyStored]:
@@ -123,19 +145,19 @@ def _pair_fp8(found: dict[str, AnyStored], stored: Mapping[str, Stored], block: 
     for name, weight in stored.items():
         if weight.dtype != "F8_E4M3":
             continue
-        scale = stored.get(name + _SCALE)
+        scale = stored.get(name + SCALE)
         if scale is None:
-            problems.append(f"tensor {name} is FP8, and its scale {name}{_SCALE} is missing")
+            problems.append(f"tensor {name} is FP8, and its scale {name}{SCALE} is missing")
             continue
         grid = tuple(-(-size // step) for size, step in zip(weight.shape, block, strict=False))
         if len(weight.shape) != 2 or scale.shape != grid or scale.dtype not in FLOATS:
             problems.append(
-                f"tensor {name} {weight.shape} in blocks of {block[0]} x {block[1]} needs a scale {name}{_SCALE} of"
+                f"tensor {name} {weight.shape} in blocks of {block[0]} x {block[1]} needs a scale {name}{SCALE} of"
                 f" shape {grid} and a float dtype, got {scale.dtype} {scale.shape}"
             )
             continue
         found[name] = BlockScaled(weight, scale, block)
-        del found[name + _SCALE]
+        del found[name + SCALE]
     return problems
 
 

@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from io import RawIOBase
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from torch import Tensor
 from spurline.untrusted import open_regular, reason
 
 FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_NAME_OF = {dtype: name for name, dtype in FLOATS.items()}
+_NAME_OF = {dtype: name for name, dtype in FLOATS.items()} | {torch.float8_e4m3fn: "F8_E4M3"}
 _ITEMSIZES = (
     dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1)
     | dict.fromkeys(("U16", "I16", "F16", "BF16"), 2)
@@ -29,6 +30,7 @@ _ITEMSIZES = (
     | dict.fromkeys(("U64", "I64", "F64"), 8)
 )
 _LONGEST_HEADER = 100_000_000
+_SHORTEST_READ = 4096  # bytes: a system call for less costs more than reading what lies between
 _MAX_DIMS = 32
 
 
@@ -46,6 +48,13 @@ class Stored:
     def read_into(self, target: Tensor, start: int = 0) -> None:
         """Fill a contiguous CPU tensor with the elements from element `start` on."""
         read_into(target, self, start)
+
+    def read_box(self, start: int, num_columns: int, rows: range, columns: range) -> Tensor:
+        """Some rows and columns of the matrix of `num_columns` columns that begins at element `start`."""
+        dtype = FLOATS[self.dtype]
+        in_bytes = range(columns.start * dtype.itemsize, columns.stop * dtype.itemsize)
+        raw = read_byte_box(self, start * dtype.itemsize, num_columns * dtype.itemsize, rows, in_bytes)
+        return raw.view(-1).view(dtype).view(len(rows), len(columns))
 
 
 class Entry(NamedTuple):
@@ -135,14 +144,35 @@ def read_into(target: Tensor, stored: Stored, start: int = 0) -> None:
 
 def read_bytes(target: Tensor, stored: Stored, start: int = 0) -> None:
     """Fill a contiguous CPU tensor of bytes with those of a stored tensor, starting at byte `start`."""
-    view = target.view(-1).numpy().data
     with open(stored.path, "rb", buffering=0) as file:
-        file.seek(stored.offset + start)
-        while len(view):
-            count = file.readinto(view)  # one call reads at most 2 GB
-            if not count:
-                raise ValueError(f"{stored.path} is truncated: unexpected end of file")
-            view = view[count:]
+        _read_at(file, stored.offset + start, target)
+
+
+def read_byte_box(stored: Stored, start: int, row_bytes: int, rows: range, columns: range) -> Tensor:
+    """Some rows, and some bytes of each, of a matrix of bytes that begins at byte `start` of a stored tensor.
+
+    Rows are read as a whole where they are wanted as a whole or the part is a small one; else each part by itself.
+    """
+    first = stored.offset + start + rows.start * row_bytes
+    with open(stored.path, "rb", buffering=0) as file:
+        if len(columns) == row_bytes or len(columns) < _SHORTEST_READ:
+            whole = torch.empty(len(rows), row_bytes, dtype=torch.uint8)
+            _read_at(file, first, whole)
+            return whole[:, columns.start : columns.stop].contiguous()
+        box = torch.empty(len(rows), len(columns), dtype=torch.uint8)
+        for number, part in enumerate(box):
+            _read_at(file, first + number * row_bytes + columns.start, part)
+        return box
+
+
+def _read_at(file: RawIOBase, position: int, target: Tensor) -> None:
+    view = target.view(-1).numpy().data
+    file.seek(position)
+    while len(view):
+        count = file.readinto(view)  # one call reads at most 2 GB
+        if not count:
+            raise ValueError(f"{getattr(file, 'name', 'the file')} is truncated: unexpected end of file")
+        view = view[count:]
 
 
 def write_file(path: Path, entries: list[Entry], tensors: Iterator[Tensor]) -> None:

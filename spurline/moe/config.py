@@ -61,8 +61,8 @@ class MoEConfig:
     experts: str = "swiglu"
     """What an expert computes: swiglu, clamped_swiglu (with biases, as in gpt-oss), or a registered name."""
     experts_backend: str = "auto"
-    """Kernel of the expert matmuls: auto, stream, loop, grouped_mm, bmm, or a registered name.
-    auto: stream on CPU; on accelerators bmm for equal counts, else grouped_mm if it supports the dtype, else loop."""
+    """Kernel of the expert matmuls: auto, stream, loop, grouped_mm, bmm, triton, or a registered name.
+    auto: stream on CPU; on accelerators bmm for equal counts, else grouped_mm if it is one launch, else triton."""
     dispatcher: str = "local"
     """How rows reach their experts: local, or a registered name."""
 

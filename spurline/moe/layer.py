@@ -15,11 +15,14 @@ from spurline.moe.config import MoEConfig
 from spurline.moe.registry import make_dispatcher, make_experts, make_router
 from spurline.ops.draw import drawn_in_blocks, fill_truncated_normal
 from spurline.ops.functional import swiglu
-from spurline.ops.skinny_matmul import skinny_linear
+from spurline.ops.low_precision import LowPrecision, linear
 
 
 class SharedExperts(nn.Module):
     """The experts every token visits: one SwiGLU as wide as all of them together, maybe weighed by a gate."""
+
+    precision: LowPrecision | None = None
+    """How matrices are multiplied, if not in the dtype of the tokens; the gate always is."""
 
     def __init__(self, config: MoEConfig, init_std: float = 0.02, output_std: float | None = None) -> None:
         super().__init__()
@@ -36,11 +39,10 @@ class SharedExperts(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """(T, D) -> (T, D)."""
-        linear = nn.functional.linear if torch.is_grad_enabled() else skinny_linear
         w1_FD, w3_FD, w2_DF = local(self.w1_FD), local(self.w3_FD), local(self.w2_DF)
         dtype = x_TD.dtype
-        hidden_TF = swiglu(linear(x_TD, w1_FD.to(dtype)), linear(x_TD, w3_FD.to(dtype)))
-        y_TD = linear(hidden_TF, w2_DF.to(dtype))
+        hidden_TF = swiglu(linear(x_TD, w1_FD.to(dtype), self.precision), linear(x_TD, w3_FD.to(dtype), self.precision))
+        y_TD = linear(hidden_TF, w2_DF.to(dtype), self.precision)
         if self.gate_1D is None:
             return y_TD
         return y_TD * nn.functional.linear(x_TD, local(self.gate_1D).to(dtype)).sigmoid()

@@ -21,6 +21,7 @@ LAYOUTS: dict[str, Layout] = {"swiglu": SWIGLU, "clamped_swiglu": CLAMPED_SWIGLU
 KERNELS: dict[str, Any] = {
     "stream": "spurline.moe.kernels.cpu.stream:StreamKernel",
     "bmm": "spurline.moe.kernels.bmm:BmmKernel",
+    "triton": "spurline.moe.kernels.triton.experts:TritonKernel",
     "grouped_mm": "spurline.moe.kernels.grouped_mm:GroupedMMKernel",
     "loop": "spurline.moe.kernels.loop:LoopKernel",
 }

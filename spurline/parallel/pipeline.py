@@ -235,8 +235,8 @@ class TrainingPipeline:
             scale_grads=False,
         )
 
-    def step(self, micro_batches: Sequence[Any], loss_of: Callable[..., Tensor]) -> Tensor:
-        """Forward and backward of all micro-batches; returns the sum of their losses, zero without the last stage.
+    def step(self, micro_batches: Sequence[Any], loss_of: Callable[..., Tensor]) -> list[Tensor]:
+        """Forward and backward of all micro-batches; returns their losses, none without the last stage.
 
         loss_of(part, batch, hidden_BlD) calls a stage: the last one returns the loss of a micro-batch.
         """
@@ -249,9 +249,7 @@ class TrainingPipeline:
         self._schedule.step(*first, number_1=number_M, target=number_M, losses=losses, return_outputs=False)
         for stage in self._stages:
             stage.call = None
-        if not losses:
-            return torch.zeros((), device=self._stages[0].device)
-        return torch.stack([loss.detach() for loss in losses]).sum()
+        return [loss.detach() for loss in losses]
 
 
 class Stage(PipelineStage):

@@ -27,6 +27,7 @@ from torch.utils.checkpoint import (
 import spurline.comm.exchange
 import spurline.moe.kernels.cpu.stream
 import spurline.moe.kernels.grouped
+import spurline.moe.kernels.triton.experts
 import spurline.ops.functional  # noqa: F401
 from spurline.parallel.blocks import blocks_of
 
@@ -48,7 +49,7 @@ _ATTENTION = {
 }
 _exchange = torch.ops.spurline.start_exchange.default
 _wait = torch.ops._c10d_functional.wait_tensor.default
-_experts = torch.ops.spurline.stream_experts.default
+_EXPERTS = {torch.ops.spurline.stream_experts.default, torch.ops.spurline.triton_experts.default}
 # With the place of the left factor among the arguments.
 _PRODUCTS = {
     _aten.mm.default: 0,
@@ -151,7 +152,7 @@ def _keep_rows(width: int, context: SelectiveCheckpointContext, op: Any, *args: 
     elif op is _exchange:
         keep = not args[-1]  # returning rows: nothing behind them is needed, so that nobody sends them again
     else:
-        keep = op in _DECISIONS or op in _ATTENTION or op is _experts
+        keep = op in _DECISIONS or op in _ATTENTION or op in _EXPERTS
         # What was waited for is what was started, and that is kept.
         keep = keep or (op.namespace == "_c10d_functional" and op is not _wait)
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE

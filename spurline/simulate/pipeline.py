@@ -37,9 +37,9 @@ class OwnPipeline:
         self.seconds: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
         """Of each action, by its kind (F or B) and stage."""
 
-    def step(self, micro_batches: Sequence[Any], loss_of: Callable[..., Tensor]) -> Tensor:
+    def step(self, micro_batches: Sequence[Any], loss_of: Callable[..., Tensor]) -> list[Tensor]:
         kept: dict[tuple[int, int], tuple[Tensor, Tensor | None]] = {}
-        loss = torch.zeros((), device=self.tokens_BL.device)
+        losses: list[Tensor] = []
         for action in self.order:
             stage = self.stages[action.stage]
             started = self._now()
@@ -57,12 +57,12 @@ class OwnPipeline:
                 values["stage_output"] = out if stage.is_last else (out,)
                 stage.backward_maybe_with_nosync("full", values)
                 if stage.is_last:
-                    loss = loss + out.detach()
+                    losses.append(out.detach())
                 del out, hidden_BlD, gradients, values
                 self.seconds["B", action.stage].append(self._now() - started)
         for stage in self.stages.values():
             stage.perform_reduce_grad(1)
-        return loss
+        return losses
 
     def _received(self, stage: Stage) -> Tensor:
         shape = hidden_shape(stage.submod, self.tokens_BL)

@@ -313,7 +313,7 @@ def _data(config: RunConfig[Any]) -> DataSets:
 
 class _Zeros:
     def __init__(self, config: RunConfig[Any]) -> None:
-        self.seq_len, self.by_documents = config.training.seq_len, config.data.mask_documents
+        self.seq_len, self.by_documents = config.training.seq_len, config.data.separates_documents
 
     def batch(self, start: int, count: int) -> Batch:
         tokens_BL = torch.zeros(count, self.seq_len, dtype=torch.int64)

@@ -17,10 +17,12 @@ from spurline.tools.console import complain
 from spurline.tools.parsing import described, parse
 
 if TYPE_CHECKING:
+    import torch
     from rich.console import Console
 
 PROG = "spurline bench"
 SUITE_NAMES = ("layers", "bf16", "memory", "sweep", "ranks", "step")
+ON_ANY_DEVICE = ("layers", "bf16")
 DESCRIPTION = """\
 Benchmark Spurline against installed peers (torchtitan, transformers). Candidates
 run interleaved; results are medians, and ratios to the best peer and to a floor:
@@ -30,6 +32,7 @@ examples
   spurline bench                                        all suites, many minutes
   spurline bench --parts layers --cases small decode --threads 1
   spurline bench --check                                exit code 1 if a target is missed
+  spurline bench --device auto                          layers on the accelerator of this machine
 
 suites (--parts)
   layers   MoE layer, forward and forward+backward, float32
@@ -46,8 +49,10 @@ To install the peers: pip install 'spurline[peers]'."""
 class Command:
     """The options of `spurline bench`."""
 
-    parts: Annotated[tuple[str, ...], described("NAME ...")] = SUITE_NAMES
-    """Benchmark suites to run (default: all)."""
+    parts: Annotated[tuple[str, ...], described("NAME ...")] = ()
+    """Benchmark suites to run (default: all, or layers and bf16 on an accelerator)."""
+    device: Annotated[str, described("TYPE")] = "cpu"
+    """Device to measure on: cpu, auto, or the type of an accelerator, on which every kernel of experts is timed."""
     cases: Annotated[tuple[str, ...], described("NAME ...")] = tuple(CASES)
     """Layer shapes and routings to run in the suites layers, bf16 and memory (default: all).
     One or more of small, medium, medium_zipf, medium_one_hot, medium_uniform, decode."""
@@ -62,6 +67,11 @@ class Command:
 
     def problems(self) -> list[str]:
         found = [
+            f"--parts {name} runs on CPUs only: with --device {self.device} choose from {', '.join(ON_ANY_DEVICE)}"
+            for name in self.parts
+            if self.device != "cpu" and name in SUITE_NAMES and name not in ON_ANY_DEVICE
+        ]
+        found += [
             f"--parts: there is no {name!r}. Choose from: {', '.join(SUITE_NAMES)}"
             for name in self.parts
             if name not in SUITE_NAMES
@@ -91,9 +101,16 @@ def main(argv: list[str]) -> int:
 def _bench(command: Command) -> int:
     from rich.console import Console
 
+    from spurline.device import pick_device, use_device
+
+    try:
+        device = pick_device(command.device, "device")
+    except ValueError as error:
+        return complain(PROG, [str(error)])
+    use_device(device)
     console = Console(soft_wrap=True)
     figures: list[Figure] = []
-    for group in _measure(command):
+    for group in _measure(command, device):
         _show(console, group)
         figures += group
         if command.json:
@@ -107,17 +124,20 @@ def _bench(command: Command) -> int:
     return 1 if missed else 0
 
 
-def _measure(command: Command) -> Iterator[list[Figure]]:
+def _measure(command: Command, device: torch.device) -> Iterator[list[Figure]]:
     """Yield the results in groups that share suite, case and quantity."""
     import torch
 
     from spurline.bench.suites import SUITES
+    from spurline.device import is_accelerator
 
-    for threads in command.threads:
+    on_accelerator = is_accelerator(device)
+    for threads in command.threads[:1] if on_accelerator else command.threads:
         torch.set_num_threads(threads)
-        for name in command.parts:
+        for name in command.parts or (ON_ANY_DEVICE if on_accelerator else SUITE_NAMES):
+            where = (device,) if name in ON_ANY_DEVICE else ()
             group: list[Figure] = []
-            for figure in SUITES[name](threads, command.seconds, list(command.cases)):
+            for figure in SUITES[name](threads, command.seconds, list(command.cases), *where):
                 if group and (figure.case, figure.what) != (group[0].case, group[0].what):
                     yield group
                     group = []

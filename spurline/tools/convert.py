@@ -70,6 +70,8 @@ class ToHF(Conversion):
     """Step of the checkpoint to export (default: the newest)."""
     max_shard_size: Annotated[str, described("SIZE")] = "5GB"
     """Maximum size of one safetensors file, e.g. 5GB or 500MB (default: 5GB)."""
+    fp8: Annotated[bool, tyro.conf.FlagCreatePairsOff, described()] = False
+    """Write projections in FP8 (E4M3) with a scale for each block of 128 x 128, as DeepSeek-V3 is published."""
     sign_key_file: Annotated[str, described("FILE")] = ""
     """Refuse a checkpoint that was not signed with this key (--checkpoint.sign_key_file of the run)."""
 
@@ -107,7 +109,7 @@ def _without_folders(argv: list[str]) -> tuple[list[str], list[str]]:
     folders, given = split_options(argv)
     options: list[str] = []
     for option in given:
-        num_values = 0 if option.name in ("verify", "mtp") else 1
+        num_values = 0 if option.name in ("verify", "mtp", "fp8") else 1
         rest = option.values[num_values:]
         folders += rest
         options += option.tokens[: len(option.tokens) - len(rest)]
@@ -149,8 +151,9 @@ def _convert(command: Conversion, source: Path, out: Path) -> list[str]:
 
         return import_folder(source, out, with_mtp=command.mtp, **settings)
     from spurline.hf.exporting import export_run
+    from spurline.hf.quantizing import BLOCK
     from spurline.train.checkpoint.signature import read_key
 
     assert isinstance(command, ToHF)
     settings |= {"max_shard_bytes": _num_bytes(command.max_shard_size), "sign_key": read_key(command.sign_key_file)}
-    return export_run(source, out, command.step, **settings)
+    return export_run(source, out, command.step, fp8_block=BLOCK if command.fp8 else None, **settings)

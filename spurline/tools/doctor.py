@@ -34,6 +34,8 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "images": (("pillow",), "image data"),
     "tensorboard": (("tensorboard",), "TensorBoard event files"),
     "wandb": (("wandb",), "Weights & Biases"),
+    "triton": (("triton",), "the experts kernel for NVIDIA's and AMD's accelerators"),
+    "lowprecision": (("torchao",), "float8 and MXFP8 products on accelerators"),
     "peers": (("transformers", "torchtitan", "triton"), "libraries that spurline bench compares with"),
 }
 

@@ -23,6 +23,7 @@ from spurline.tools.train import raised_by_us
 if TYPE_CHECKING:
     from torch import nn
 
+    from spurline.data.chat_samples import ChatFormat
     from spurline.data.tokenizer import Tokenizer
 
 PROG = "spurline generate"
@@ -34,6 +35,7 @@ examples
   spurline generate outputs/my_run --prompt "def main("
   spurline generate outputs/my_run --prompt "Once" --prompt "Twice" --temperature 0
   spurline generate outputs/my_run --prompts-file prompts.txt --json > answers.jsonl
+  spurline generate outputs/my_run --chat --temperature 0
 
 Generation stops at a document boundary token or after --max-tokens. When prompt and
 output exceed the training sequence length, the older half of the context is dropped."""
@@ -58,6 +60,11 @@ class Command:
     """Step of the checkpoint to load (default: the newest)."""
     sign_key_file: Annotated[str, described("FILE")] = ""
     """Refuse a checkpoint that was not signed with this key (--checkpoint.sign_key_file of the run)."""
+    chat: Annotated[bool, tyro.conf.FlagCreatePairsOff, described()] = False
+    """Answer prompts as turns of a conversation, by the chat template of the run (data.chat_template) or its tokenizer.
+    Without a prompt: a conversation on the terminal, or one question from standard input."""
+    system: Annotated[str, described("TEXT")] = ""
+    """Chat: the system message in front of the conversation."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff, described()] = False
     """Print JSON lines with prompt, text, tokens and finish (boundary or max_tokens)."""
     no_cache: Annotated[bool, tyro.conf.FlagCreatePairsOff, described()] = False
@@ -71,8 +78,11 @@ class Command:
             if getattr(self, name) < 1
         ]
         found += [f"--{problem}" for problem in self.sampling.problems()]
-        if bool(self.prompt) == bool(self.prompts_file):
+        given = bool(self.prompt) + bool(self.prompts_file)
+        if given > 1 or (not given and not self.chat):
             found.append("give either --prompt or --prompts_file")
+        if self.system and not self.chat:
+            found.append("--system needs --chat")
         return found
 
 
@@ -81,7 +91,11 @@ def main(argv: list[str]) -> int:
         sys.stdout.reconfigure(errors="replace")  # for characters that the terminal can't encode
     try:
         run_folder, command = _parse_command(argv)
-        prompts = list(command.prompt) or read_prompts(command.prompts_file)
+        if command.chat and not (command.prompt or command.prompts_file) and sys.stdin.isatty():
+            from spurline.tools.chat import converse
+
+            return converse(run_folder, command)
+        prompts = list(command.prompt) or read_prompts(command.prompts_file or "-")
         if not all(prompts):
             raise ConfigError(["--prompt: the prompt is empty"])
         return _generate(run_folder, command, prompts)
@@ -112,7 +126,9 @@ def _parse_command(argv: list[str]) -> tuple[Path, Command]:
 
 
 def read_prompts(path: str) -> list[str]:
-    """The prompts in a file, without blank lines."""
+    """The prompts in a file, without blank lines; all of standard input is one."""
+    if path == "-":
+        return [sys.stdin.read().strip()]
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -141,9 +157,10 @@ def _prompt_of_json(line: str, where: str) -> str:
 class Text:
     """A prompt and its generated continuation."""
 
-    def __init__(self, prompt: str, tokenizer: Tokenizer) -> None:
+    def __init__(self, prompt: str, tokenizer: Tokenizer, prompt_ids: list[int] | None = None) -> None:
+        """`prompt_ids` are what the model reads (default: the prompt behind a boundary token)."""
         self.prompt = prompt
-        self.prompt_ids = [tokenizer.boundary_id, *map(int, tokenizer.encode(prompt))]
+        self.prompt_ids = prompt_ids or [tokenizer.boundary_id, *map(int, tokenizer.encode(prompt))]
         self.written = ""
         self.num_tokens = 0
         self._decoder = tokenizer.decoder()
@@ -169,13 +186,18 @@ def _generate(run_folder: Path, command: Command, prompts: list[str]) -> int:
     _, _, config = config_io.load(run_folder / "config.json")
     from spurline.data.tokenizer import tokenizer_for
 
-    tokenizer = tokenizer_for(config.data)
-    texts = [Text(prompt, tokenizer) for prompt in prompts]
+    chat = open_chat_format(config) if command.chat else None
+    tokenizer = chat.tokenizer if chat else tokenizer_for(config.data)
+    texts = [
+        Text(prompt, tokenizer, chat.prompt(first_messages(command, prompt)).tolist() if chat else None)
+        for prompt in prompts
+    ]
     if problems := _length_problems(texts, tokenizer, config):
         raise ConfigError(problems)
     model = load_model(run_folder, config, command.step, command.sign_key_file)
     started = time.perf_counter()
-    _write(texts, model, tokenizer.boundary_id, config.training.seq_len, command)
+    stop_ids = chat.stop_ids if chat else frozenset({tokenizer.boundary_id})
+    _write(texts, model, stop_ids, config.training.seq_len, command, chat)
     seconds, num_tokens = time.perf_counter() - started, sum(text.num_tokens for text in texts)
     print(f"{PROG}: {num_tokens} tokens in {seconds:.2f} s, {num_tokens / seconds:.1f} tokens/s", file=sys.stderr)
     return 0
@@ -223,11 +245,33 @@ def load_model(run_folder: Path, config: RunConfig[Any], step: int | None, sign_
     return model.eval()
 
 
-def _write(texts: list[Text], model: nn.Module, boundary_id: int, context: int, command: Command) -> None:
-    """Generate and print: a single text as it is generated, several when their batch is complete."""
+def open_chat_format(config: RunConfig[Any]) -> ChatFormat:
+    """The chat template of a run: that of its data options, else that of its tokenizer's folder."""
+    from spurline.data.chat_samples import chat_format
+
+    return chat_format(config.data)
+
+
+def first_messages(command: Command, prompt: str) -> list[dict[str, Any]]:
+    system = [{"role": "system", "content": command.system}] if command.system else []
+    return [*system, {"role": "user", "content": prompt}]
+
+
+def _write(
+    texts: list[Text],
+    model: nn.Module,
+    stop_ids: frozenset[int],
+    context: int,
+    command: Command,
+    chat: ChatFormat | None,
+) -> None:
+    """Generate and print: a single text as it is generated, several when their batch is complete.
+
+    An answer of a conversation is shown when it is complete, without its prompt.
+    """
     from spurline.models.common.generate import stream
 
-    is_live = len(texts) == 1 and not command.json
+    is_live = len(texts) == 1 and not command.json and chat is None
     if is_live:
         _show(texts[0].prompt)
     for first in range(0, len(texts), command.batch_size):
@@ -239,7 +283,7 @@ def _write(texts: list[Text], model: nn.Module, boundary_id: int, context: int, 
             sampling=command.sampling,
             seed=command.seed + first,
             max_context=context,
-            stop_id=boundary_id,
+            stop_id=stop_ids,
             cached=not command.no_cache,
         ):
             for text, token in zip(batch, tokens, strict=True):
@@ -248,14 +292,19 @@ def _write(texts: list[Text], model: nn.Module, boundary_id: int, context: int, 
                     _show(piece)
         for number, text in enumerate(batch, first + 1):
             rest = text.finish()
+            finish = "max_tokens" if text.num_tokens == command.max_tokens else "boundary"
+            if chat is not None and chat.cut(text.written) != text.written:
+                text.written, finish = chat.cut(text.written), "boundary"
             if command.json:
-                finish = "max_tokens" if text.num_tokens == command.max_tokens else "boundary"
                 content = {"prompt": text.prompt, "text": text.written, "tokens": text.num_tokens, "finish": finish}
                 print(json.dumps(content), flush=True)
             elif is_live:
                 _show(rest + "\n")
+            elif chat is not None and len(texts) == 1:
+                _show(text.written + "\n")
             else:
-                _show(f"--- {number} of {len(texts)}\n{text.prompt}{text.written}\n")
+                between = "\n" if chat is not None else ""
+                _show(f"--- {number} of {len(texts)}\n{text.prompt}{between}{text.written}\n")
 
 
 def _show(text: str) -> None:

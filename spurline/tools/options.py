@@ -10,13 +10,17 @@ from typing import Annotated, Any, Generic, TypeVar
 
 import tyro
 
-from spurline.config import Job, RunConfig
-from spurline.config_io import ConfigError, load, preset_problems
+from spurline.config import RunConfig
+from spurline.config.presets import PRESETS
+from spurline.config_io import ConfigError, family_of, load, not_among, preset_problems
 from spurline.data import check_data
+from spurline.hf.settings import run_config_for
 from spurline.models import family_configs
 from spurline.parallel.degrees import degree_problems
 from spurline.tools.parsing import UserPackage, described, load_user_code, parse, split_options, wants_help
 from spurline.train.checkpoint.folder import CheckpointFolder
+from spurline.train.initial_load import OPTION as INITIAL_LOAD
+from spurline.train.initial_load import find_source, initial_load_problems
 
 PROG = "spurline train"
 _SECTIONS_TO_ENABLE = ("--compile", "--checkpoint", "--profile")
@@ -28,11 +32,14 @@ class RunCommand(Generic[R]):
     """The options of a command about a run: where to start from, and everything that can be changed."""
 
     module: Annotated[str, described("NAME")] = ""
-    """Model family (see `spurline configs`)."""
+    """Model family (see `spurline configs`); not needed where --config names a preset that only one family has."""
     config: Annotated[str, described("NAME")] = ""
-    """Preset of that family to start from."""
+    """Preset to start from."""
     config_file: Annotated[str, described("FILE")] = ""
-    """Start from the config.json of an earlier run instead of a preset."""
+    """Start from the config.json of an earlier run instead of a preset, or from a JSON or YAML file of one's own:
+    options that it does not have are those of its preset."""
+    preset: Annotated[str, described("NAME")] = ""
+    """Options for a purpose, applied before the others: finetune (low rate, frozen router; see docs/finetuning.md)."""
     import_: UserPackage = ""
     run_config: Annotated[R, tyro.conf.arg(name="")]
 
@@ -71,7 +78,9 @@ def resolve_command(
     problems = load_user_code(argv)
     start, not_found = _starting_point(named, kind)
     problems += not_found
-    says_which = "config_file" in named or {"module", "config"} <= named.keys()
+    start, no_preset = _with_preset(start, named.get("preset", ""))
+    problems += no_preset
+    says_which = "config_file" in named or "config" in named
     if wants_help(argv) and says_which and problems:
         raise ConfigError(problems)
 
@@ -83,7 +92,7 @@ def resolve_command(
     command = replace(command, run_config=_with_folder(command.run_config, command.config))
     problems += not_understood + problems_of(command)
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(list(dict.fromkeys(problems)))
     return command
 
 
@@ -91,13 +100,17 @@ def _starting_point(named: dict[str, str], kind: type[C]) -> tuple[C, list[str]]
     """The preset or config file that the options override, and errors; generic defaults if there is none."""
     module, config, file = (named.get(name, "") for name in ("module", "config", "config_file"))
     general = kind(run_config=_with_folder(RunConfig(model=UnknownModel()), "<config>"))
+    weights = named.get(INITIAL_LOAD, "")
+    if weights and not (module or config or file):
+        return _start_from_weights(weights, general, kind)
     if not file:
+        module = module or family_of(config)
         if problems := preset_problems(module, config, prefix="--"):
             return general, problems
         run_config = _with_folder(family_configs(module)[config](), config)
         return kind(module=module, config=config, run_config=run_config), []
     try:
-        of_file = load(file)
+        of_file = load(file, may_be_partial=True)
     except ConfigError as error:
         return general, error.problems
     start = kind(module=of_file[0], config=of_file[1], config_file=file, run_config=of_file[2])
@@ -108,13 +121,41 @@ def _starting_point(named: dict[str, str], kind: type[C]) -> tuple[C, list[str]]
     ]
 
 
+def _start_from_weights(path: str, general: C, kind: type[C]) -> tuple[C, list[str]]:
+    """The model of the folder whose weights the run begins with, to be trained in a folder of its own."""
+    try:
+        source = find_source(path)
+        out = f"outputs/{source.name}-tuned"
+        if source.run_folder is None:
+            module, config, run_config = run_config_for(source.path, out)
+        else:
+            module, config, run_config = load(source.run_folder / "config.json")
+    except ConfigError as error:
+        return general, error.problems
+    except ValueError as error:
+        return general, [str(error)]
+    run_config = replace(run_config, job=replace(run_config.job, dump_folder=out))
+    return kind(module=module, config=config, run_config=run_config), []
+
+
+def _with_preset(start: C, name: str) -> tuple[C, list[str]]:
+    if not name or isinstance(start.run_config.model, UnknownModel):
+        return start, []
+    if problems := not_among("--preset", name, sorted(PRESETS)):
+        return start, problems
+    return replace(start, preset=name, run_config=PRESETS[name](start.run_config)), []
+
+
 def _with_folder(run_config: RunConfig[Any], config: str) -> RunConfig[Any]:
-    return run_config if run_config.job.dump_folder else replace(run_config, job=Job(dump_folder=f"outputs/{config}"))
+    if run_config.job.dump_folder:
+        return run_config
+    return replace(run_config, job=replace(run_config.job, dump_folder=f"outputs/{config}"))
 
 
 def run_problems(config: RunConfig[Any]) -> list[str]:
     """Everything that prevents a run with this config from starting on this machine."""
     found = config.problems() + check_data(config.data) + folder_problems(config.job.dump_folder)
+    found += initial_load_problems(config)
     if config.checkpoint.enable and not found:
         found += folder_problems(str(CheckpointFolder(config.job.dump_folder).path))
     if not config.parallelism.problems():
@@ -138,10 +179,12 @@ _EXAMPLES = """\
 Train a model: start from a preset of a model family and override any option.
 
 examples
-  spurline train --module deepseek_v3 --config deepseek_v3_debugmodel
-  spurline train --module deepseek_v3 --config deepseek_v3_debugmodel \\
+  spurline train --config deepseek_v3_debugmodel
+  spurline train --config deepseek_v3_debugmodel \\
       --training.steps 20 --compile.enable --model.moe.top_k 4
   spurline train --config-file outputs/deepseek_v3_debugmodel/config.json
+  spurline train --checkpoint.initial_load_path Qwen3-0.6B --preset finetune \\
+      --data.path books/
 
 Option names accept hyphens or underscores: --dry-run is --dry_run. --compile,
 --checkpoint and --profile are short for --compile.enable and so on."""

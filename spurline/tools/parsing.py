@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import io
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -57,6 +57,22 @@ def wants_help(argv: list[str]) -> bool:
     return "-h" in argv or "--help" in argv
 
 
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+def _spelled_out(default: Any, argv: list[str]) -> list[str]:
+    """argv with short names of dtypes as the options know them: bf16 is bfloat16."""
+    types, (before, given) = option_types(default), split_options(argv)
+    tokens = before
+    for option in given:
+        long = _SHORT.get(option.values[0] if len(option.values) == 1 else "")
+        if long in get_args(types.get(option.name)):
+            tokens = [*tokens, f"--{option.name}={long}"]
+        else:
+            tokens = [*tokens, *option.tokens]
+    return tokens
+
+
 def parse(cls: type[T], default: T, argv: list[str], prog: str, description: str) -> tuple[T, list[str]]:
     """Override fields of `default`, a dataclass of type `cls`, by the options in `argv`.
 
@@ -65,6 +81,7 @@ def parse(cls: type[T], default: T, argv: list[str], prog: str, description: str
     settings: dict[str, Any] = {"prog": prog, "description": description, "use_underscores": True}
     if wants_help(argv):
         tyro.cli(cls, default=default, args=["--help"], **settings)  # prints and exits
+    argv = _spelled_out(default, argv)
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             return tyro.cli(cls, default=default, args=argv, **settings), []
@@ -131,7 +148,10 @@ def _diagnose(default: Any, argv: list[str], prog: str) -> tuple[list[str], list
 def _suggestion(name: str, types: dict[str, Any], prog: str) -> str:
     """Suggest the option of the same name in another section (`training.seq_len` for `seq_len`), else the closest."""
     same_leaf = [known for known in types if known.rpartition(".")[2] == name.rpartition(".")[2]]
-    near = nearest(name, same_leaf, cutoff=0.0) or nearest(name, types)
+    if same_leaf and "." not in name:
+        near = same_leaf[0]  # sections that are used most come first: training.steps before profile.steps
+    else:
+        near = nearest(name, same_leaf, cutoff=0.0) or nearest(name, types)
     return f". Did you mean --{near}?" if near else f" ({prog} --help lists them)"
 
 

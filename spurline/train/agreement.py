@@ -18,24 +18,25 @@ class Agreement:
         self._group = group
         self._under_way: tuple[torch.Tensor, dist.Work] | None = None
 
-    def exchange(self, *facts: bool) -> list[bool]:
+    def exchange(self, *facts: int) -> list[int]:
         """Say which facts are true here; returns which of those said at the last call were true on any rank.
 
-        All ranks must call it equally often, with the same facts in the same order.
+        All ranks must call it equally often, with the same facts in the same order. A fact may be a number of one rank,
+        with 0 on all others.
         """
         if self._group is None:
             return list(facts)
-        known = self.finish() or [False] * len(facts)
+        known = self.finish() or [0] * len(facts)
         said = torch.tensor(facts, dtype=torch.int32)
         work = dist.all_reduce(said, group=self._group, async_op=True)
         assert work is not None
         self._under_way = said, work
         return known
 
-    def finish(self) -> list[bool]:
+    def finish(self) -> list[int]:
         """Wait for the exchange that is under way; returns what it tells, nothing if there was none."""
         if self._under_way is None:
             return []
         (said, work), self._under_way = self._under_way, None
         work.wait()
-        return (said > 0).tolist()
+        return said.tolist()

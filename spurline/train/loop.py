@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
-from dataclasses import dataclass
 
 from spurline.train.agreement import Agreement
 from spurline.train.checkpoint.manager import CheckpointManager
 from spurline.train.metrics.logger import MetricsLogger
 from spurline.train.metrics.step_metrics import StepMetrics
 from spurline.train.metrics.tally import diverged
+from spurline.train.position import Position
 from spurline.train.profiling import make_profiler
+from spurline.train.replicas import ReplicaCheck
+from spurline.train.step_back import SpikeWatch
 from spurline.train.stop_signal import StopSignal
 from spurline.train.trainer import Trainer
 from spurline.train.validation import has_validation, validation_loss
-
-
-@dataclass
-class Position:
-    """How far a run has come."""
-
-    step: int = 0
-    """The steps that were taken."""
-    tokens_seen: int = 0
-    """Those of the steps that have been read from the device."""
 
 
 class TrainingLoop:
@@ -41,40 +33,55 @@ class TrainingLoop:
         checkpoints: CheckpointManager,
         stop_signal: StopSignal,
         position: Position,
+        spikes: SpikeWatch,
     ) -> None:
         self.trainer, self.logger, self.checkpoints = trainer, logger, checkpoints
         self.stop_signal, self.position = stop_signal, position
         self.config = config = trainer.config
         self.last_step = min(config.debug.stop_after or config.training.steps, config.training.steps)
         self.profiler = make_profiler(trainer)
+        self.replicas = ReplicaCheck(trainer.model, trainer.world, config.debug.check_replicas_interval)
+        self.spikes = spikes
+        self.spike_began = 0
+        """The step at which a loss spike began whose steps are to be taken back; the run stops for that."""
         self.agreement = Agreement(trainer.world.host_group)
 
-    def run(self) -> bool:
-        """Take the steps; returns False if SIGTERM ended the run before its last step."""
+    @property
+    def is_finished(self) -> bool:
+        return self.position.step >= self.last_step
+
+    def run(self) -> None:
+        """Take the steps until the last one, SIGTERM, or a loss spike whose steps are to be taken back."""
         steps = range(self.position.step + 1, self.last_step + 1)
         with self.trainer.prefetching(steps):
             for step in steps:
                 metrics = self.step(step)
                 loss = self.validate() if self.is_validation_due(step) else None
-                if self.is_log_due(step):
-                    self.logger.log(metrics, loss)
+                logged_loss = self.logger.log(metrics, loss) if self.is_log_due(step) else None
                 self.refuse_unless_finite(step, loss)
-                stopping = self.should_stop()
-                if self.is_save_due(step) or (stopping and self.config.checkpoint.enable):
+                spike_began = self.spikes.wants_step_back(step, logged_loss, self.checkpoints.latest)
+                stopping = self.should_stop(spike_began)
+                if self.spike_began < 0:
+                    raise self.spikes.too_many(-self.spike_began)
+                if self.spike_began:
+                    break
+                saving = self.is_save_due(step) or (stopping and self.config.checkpoint.enable)
+                self.replicas.check(step, saving)
+                if saving:
                     self.save(step, loss)
                 if stopping and step < self.last_step:
                     break
         if self.profiler:
             self.profiler.finish()
         self.agreement.finish()
+        self.replicas.finish()
         self.trainer.tally.read()
         self.checkpoints.wait()
-        return self.position.step >= self.last_step
 
     def step(self, step: int) -> StepMetrics:
         with self.trainer.timer.step(), self.profiler.step(step) if self.profiler else nullcontext():
             metrics = self.trainer.step(step)
-        self.position = Position(step, self.trainer.tally.tokens_seen)
+        self.position = self.trainer.position_after(step)
         return metrics
 
     def is_validation_due(self, step: int) -> bool:
@@ -102,16 +109,21 @@ class TrainingLoop:
         """Write a checkpoint; a ValueError instead if a step since the last reading was not finite."""
         with self.logger.throughput.paused():
             self.trainer.tally.read()
-            self.position = Position(step, self.trainer.tally.tokens_seen)
-            extra = {"tokens_seen": self.position.tokens_seen, "validation_loss": loss}
+            self.position = self.trainer.position_after(step)
+            extra = {**self.position.stored(), "validation_loss": loss, "run": self.trainer.fingerprint()}
             self.checkpoints.save(step, self.trainer.model, self.trainer.optimizer, extra)
 
-    def should_stop(self) -> bool:
+    def should_stop(self, spike_began: int = 0) -> bool:
         """Whether SIGTERM has reached any rank; raises what a checkpoint in the background failed with.
 
-        Several ranks learn of it with the step after the one in which it came.
+        Several ranks learn of it with the step after the one in which it came; so they do of a loss spike, which the
+        first rank has found.
         """
-        stopping, failed = self.agreement.exchange(self.stop_signal.requested, self.checkpoints.failed)
+        stopping, failed, self.spike_began = self.agreement.exchange(
+            self.stop_signal.requested, self.checkpoints.failed, spike_began
+        )
         if failed:
             self.checkpoints.wait()
-        return stopping
+        if stopping:  # a spike is for the next start
+            self.spike_began = 0
+        return bool(stopping)

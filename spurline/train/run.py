@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,16 +16,24 @@ from spurline.config import RunConfig
 from spurline.models.common.init import initialize_parameters
 from spurline.parallel.compile_cache import remove_broken_libraries
 from spurline.parallel.fsdp import has_separate_expert_units
+from spurline.parallel.precision import converted_layers
 from spurline.parallel.world import joined_world
 from spurline.train.allocator import keep_freed_memory
 from spurline.train.checkpoint.manager import CheckpointManager
+from spurline.train.checkpoint.ranks import Ranks
 from spurline.train.checkpoint.signature import read_key
-from spurline.train.loop import Position, TrainingLoop
+from spurline.train.crash_loop import CrashLoop, StepBack
+from spurline.train.fingerprint import check_fingerprint
+from spurline.train.initial_weights import load_initial_weights
+from spurline.train.loop import TrainingLoop
 from spurline.train.metrics.logger import MetricsLogger
 from spurline.train.metrics.writers import open_writers
+from spurline.train.position import Position, stored_position
 from spurline.train.progress import Progress
+from spurline.train.run_folder import check_run_folder, make_run_folder, set_aside
 from spurline.train.sample import append_sample, sample_text
 from spurline.train.setup import weights_changed
+from spurline.train.step_back import SpikeWatch, step_back
 from spurline.train.stop_signal import StopSignal
 from spurline.train.trainer import Trainer, make_trainer
 
@@ -41,30 +49,49 @@ def train(module: str, config_name: str, config: RunConfig[Any]) -> Path:
         if config.compile.enable and config.compile.backend == "inductor":
             for path in remove_broken_libraries():
                 progress.log(f"removed {path} from the compile cache: a killed process had left it incomplete")
+        Ranks().first(lambda: check_run_folder(folder, config.job, config.checkpoint.enable))
         trainer = make_trainer(config, world, draw_weights=False)
-        if world.is_first:
-            make_folder(folder)
-        world.wait_for_all()
+        Ranks().first(lambda: make_run_folder(folder, config.job))
         checkpoints = open_checkpoints(folder, config, progress.log)
-        start = resume(trainer, checkpoints) if config.checkpoint.enable else None
+        start, crashes = None, None
+        if config.checkpoint.enable:
+            run = {**trainer.fingerprint(), "training.on_bad_step": config.training.on_bad_step}
+            crashes = CrashLoop(folder, run, config.job.max_same_failures)
+            start = resume(trainer, checkpoints, progress.log, Ranks().first(crashes.step_back))
+        lines = first_weights(trainer, start)
         if start is None:
-            initialize_parameters(trainer.model, config.training.seed)
             start = Position()
+            if moved := Ranks().first(lambda: set_aside(folder)):
+                progress.log(moved)
         weights_changed(trainer.model)
-        for line in describe(config_name, trainer, start, keeps_memory):
+        for line in [*describe(config_name, trainer, start, keeps_memory), *lines]:
             progress.log(line)
         if world.is_first:
             config_io.save(folder / "config.json", module, config_name, config)
-        if take_steps(trainer, checkpoints, progress, start) and config.metrics.sample_tokens:
+        spikes = SpikeWatch(trainer, progress.log)
+        loop = take_steps(trainer, checkpoints, progress, start, crashes, spikes)
+        while loop.spike_began:
+            checkpoints = open_checkpoints(folder, config, progress.log)
+            start = step_back(trainer, checkpoints, loop.spike_began, loop.position, progress.log)
+            loop = take_steps(trainer, checkpoints, progress, start, crashes, spikes)
+        if loop.is_finished and config.metrics.sample_tokens:
             write_sample(trainer, folder, progress)
         progress.log(f"run folder: {folder}")
     return folder
 
 
-def take_steps(trainer: Trainer, checkpoints: CheckpointManager, progress: Progress, start: Position) -> bool:
-    """Take the steps that are left and write their metrics; returns False if SIGTERM came before the last one."""
+def take_steps(
+    trainer: Trainer,
+    checkpoints: CheckpointManager,
+    progress: Progress,
+    start: Position,
+    crashes: CrashLoop | None,
+    spikes: SpikeWatch,
+) -> TrainingLoop:
+    """Take the steps that are left and write their metrics, until the last one, SIGTERM, or a loss spike."""
     config, is_first = trainer.config, trainer.world.is_first
-    trainer.tally.tokens_seen = start.tokens_seen
+    trainer.resume_at(start)
+    trainer.bad_steps.folder, trainer.bad_steps.say = Path(config.job.dump_folder), progress.log
     with (
         open_writers(
             config.job.dump_folder, config.metrics, asdict(config), start.step or None, is_first, progress.log
@@ -72,13 +99,16 @@ def take_steps(trainer: Trainer, checkpoints: CheckpointManager, progress: Progr
         closing(checkpoints),
         StopSignal() as stop_signal,
     ):
-        loop = TrainingLoop(trainer, MetricsLogger(trainer, writers, progress), checkpoints, stop_signal, start)
-        finished = loop.run()
-        if not finished:
+        loop = TrainingLoop(trainer, MetricsLogger(trainer, writers, progress), checkpoints, stop_signal, start, spikes)
+        if crashes and is_first:
+            crashes.start(start.step)
+        with crashes.recorded(Ranks().rank, lambda: loop.position.step + 1) if crashes else nullcontext():
+            loop.run()
+        if not loop.is_finished and not loop.spike_began:
             can_resume = config.checkpoint.enable
             hint = "run the same command to resume" if can_resume else "checkpoints are off, so it can't be resumed"
             progress.log(f"stopped after step {loop.position.step} (SIGTERM received); {hint}")
-    return finished
+    return loop
 
 
 def write_sample(trainer: Trainer, folder: Path, progress: Progress) -> None:
@@ -91,13 +121,6 @@ def write_sample(trainer: Trainer, folder: Path, progress: Progress) -> None:
             append_sample(folder, trainer.config.training.steps, text)
         except OSError as error:
             progress.log(f"warning: the sample was not written: {error.strerror or error}")
-
-
-def make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"job.dump_folder {folder}: can't make this folder: {error.strerror}") from None
 
 
 def open_checkpoints(folder: Path, config: RunConfig[Any], say: Callable[[str], None]) -> CheckpointManager:
@@ -114,17 +137,41 @@ def open_checkpoints(folder: Path, config: RunConfig[Any], say: Callable[[str], 
     )
 
 
-def resume(trainer: Trainer, checkpoints: CheckpointManager) -> Position | None:
-    """Load the newest checkpoint that is complete, if there is one; returns how far the run had come."""
-    loaded = checkpoints.load_newest(trainer.model, trainer.optimizer)
+def resume(
+    trainer: Trainer,
+    checkpoints: CheckpointManager,
+    say: Callable[[str], None] = lambda line: None,
+    step_back: StepBack = StepBack(),  # noqa: B008 (immutable)
+) -> Position | None:
+    """Load the newest checkpoint that is complete, if there is one; returns how far the run had come.
+
+    A checkpoint of a run with other options or data is refused, unless they may differ.
+    """
+    config, run = trainer.config, trainer.fingerprint()
+
+    def check(step: int, extra: dict[str, Any]) -> None:
+        check_fingerprint(extra.get("run"), run, step, config.job.allow_changes, say)
+
+    loaded = checkpoints.load_newest(trainer.model, trainer.optimizer, check, step_back.num_checkpoints)
     if loaded is None:
         return None
     step, extra = loaded
-    checkpoints.restore_random(step, trainer.config.training.seed)
-    tokens_seen = extra.get("tokens_seen")
-    if type(tokens_seen) is not int:
-        raise ValueError(f"the checkpoint of step {step} does not say how many tokens the run has seen")
-    return Position(step, tokens_seen)
+    if step_back.reason:
+        say(f"{step_back.reason}: stepping back to the checkpoint of step {step}")
+    checkpoints.restore_random(step, config.training.seed)
+    tokens_per_sequence = config.training.seq_len if config.data.kind == "text" else None
+    return stored_position(step, extra, trainer.global_batch_size, tokens_per_sequence)
+
+
+def first_weights(trainer: Trainer, resumed: Position | None) -> list[str]:
+    """Load or draw the weights of a run that does not resume; returns lines about them."""
+    path = trainer.config.checkpoint.initial_load_path
+    if resumed is not None:
+        return [f"checkpoint.initial_load_path {path} is ignored: the run has weights of its own"] if path else []
+    if path:
+        return load_initial_weights(trainer)
+    initialize_parameters(trainer.model, trainer.config.training.seed)
+    return []
 
 
 def describe(config_name: str, trainer: Trainer, start: Position, keeps_memory: bool) -> list[str]:
@@ -136,10 +183,15 @@ def describe(config_name: str, trainer: Trainer, start: Position, keeps_memory: 
     lines = [
         f"{config_name}: {total:.2f}M parameters, {active:.2f}M active, {training.dtype} on {trainer.device}",
         f"data: {data.num_tokens:,} tokens in {data.num_documents:,} documents",
+        *data.notes,
         f"{training.steps} steps of {tokens} tokens on {trainer.world}, threads per rank: {threads}{memory}",
     ]
     if trainer.config.compile.enable and has_separate_expert_units(trainer.model):
         lines.append("experts are separate FSDP units, so blocks with experts compile into several graphs")
+    if converted := converted_layers(trainer.model):
+        how = "by torchao" if trainer.device.type != "cpu" and not trainer.config.precision.emulate else "emulated"
+        names = ", ".join(f"{name} ({number})" if "*" in name else name for name, number in converted.items())
+        lines.append(f"{trainer.config.precision.recipe} products, {how}, in {sum(converted.values())} layers: {names}")
     if start.step:
         lines.append(f"resuming from the checkpoint of step {start.step}")
     return lines

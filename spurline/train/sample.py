@@ -10,6 +10,7 @@ import torch
 
 from spurline.models.common.generate import generate, printable
 from spurline.models.common.sampling import Sampling
+from spurline.train.answers import write_answers
 from spurline.train.captions import write_captions
 
 if TYPE_CHECKING:
@@ -17,8 +18,14 @@ if TYPE_CHECKING:
 
 
 def sample_text(trainer: Trainer) -> str:
-    """A continuation of metrics.sample_prompt and, with pictures in the held-out data, captions of some of them."""
+    """A continuation of metrics.sample_prompt and, with pictures in the held-out data, captions of some of them.
+
+    With conversations, answers to held-out questions instead.
+    """
     metrics, training, tokenizer = trainer.config.metrics, trainer.config.training, trainer.data.tokenizer
+    if (asked := trainer.data.questions) and asked.questions:
+        with torch.compiler.set_stance("force_eager"):
+            return "\n".join(write_answers(trainer.model, asked, metrics.sample_tokens, training.seq_len))
     prompt = [tokenizer.boundary_id, *tokenizer.encode(metrics.sample_prompt).tolist()]
     # The length grows token by token: compiling for that takes longer than it saves.
     with torch.compiler.set_stance("force_eager"):

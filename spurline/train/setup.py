@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from spurline.config import RunConfig
 from spurline.data import DataSets, open_data
 from spurline.models.common.init import initialize_buffers, initialize_parameters
+from spurline.moe.experts.experts import Experts
 from spurline.parallel.compile import compile_function
 from spurline.parallel.fsdp import Sharding
 from spurline.parallel.model import parallelize_model
 from spurline.parallel.pipeline import PipelinedModel, make_layout
+from spurline.parallel.precision import convert_layers
 from spurline.parallel.world import World
 from spurline.train.loss import make_loss_sum
 from spurline.train.metrics.timing import StepTimer, watch_layers
@@ -46,6 +48,8 @@ def build_model(config: RunConfig[Any], world: World, draw_weights: bool = True)
     """
     with torch.device("meta"):
         model: nn.Module = config.model.build()
+    convert_layers(model, config.precision, world.device)
+    check_backends(model, world.device, getattr(torch, config.training.dtype))
     per_param_mesh = False if config.debug.separate_expert_units else None
     remat, sharding = config.activation_checkpoint.mode, sharding_of(config)
     kind = config.parallelism.context_parallel_kind
@@ -72,6 +76,15 @@ def weights_changed(model: nn.Module) -> None:
     """Call it when weights were drawn or loaded: whatever follows them is brought up to date."""
     if isinstance(model, PipelinedModel):
         model.update_followers()
+
+
+def check_backends(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """A ValueError if experts are to be computed by a kernel that can't do it here: now, and not in the first step."""
+    if device.type == "meta":
+        return
+    for module in model.modules():
+        if isinstance(module, Experts):
+            module.check_backend(device.type, dtype)
 
 
 def sharding_of(config: RunConfig[Any]) -> Sharding:

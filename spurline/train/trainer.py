@@ -24,14 +24,17 @@ from spurline.moe.balance import set_token_weight, update_expert_bias
 from spurline.parallel.fsdp import reduce_gradients
 from spurline.parallel.pipeline import PipelinedModel, TrainingPipeline
 from spurline.parallel.world import World
+from spurline.train.bad_steps import BadSteps
+from spurline.train.fingerprint import fingerprint
 from spurline.train.loss import count_real_tokens
 from spurline.train.metrics.step_metrics import StepMetrics
 from spurline.train.metrics.tally import StepTally
 from spurline.train.metrics.timing import StepTimer
 from spurline.train.optimizer.build import build_optimizer
-from spurline.train.optimizer.clip import clip_gradients
+from spurline.train.optimizer.clip import clip_gradients, gradient_norms
 from spurline.train.optimizer.masked import step_unless
 from spurline.train.optimizer.schedule import learning_rate, set_learning_rate
+from spurline.train.position import Position
 from spurline.train.setup import (
     build_loss,
     build_model,
@@ -53,13 +56,18 @@ class Trainer:
     optimizer: torch.optim.Optimizer
     loss_sum: Callable[[Tensor, Tensor], Tensor]
     timer: StepTimer = field(default_factory=StepTimer)
+    start: Position = field(default_factory=Position, init=False)
+    """Where the run began or was resumed; the data of a step is counted from here."""
     tally: StepTally = field(init=False)
     pipeline: Any = field(default=None, init=False)
     """What takes micro-batches through pipeline stages: a TrainingPipeline, made with the first step."""
+    bad_steps: BadSteps = field(init=False)
+    _fingerprint: dict[str, Any] | None = field(default=None, init=False)
     _prefetcher: Prefetcher[list[Batch]] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self.tally = StepTally(self.config, self.device)
+        self.bad_steps = BadSteps(self)
+        self.tally = StepTally(self.device, self.bad_steps.report)
 
     @property
     def device(self) -> torch.device:
@@ -72,10 +80,27 @@ class Trainer:
             return training.global_batch_size
         return training.local_batch_size * self.world.data_size
 
+    def fingerprint(self) -> dict[str, Any]:
+        """Options and data that change the run, computed once."""
+        if self._fingerprint is None:
+            self._fingerprint = fingerprint(self.config, self.global_batch_size, self.data)
+        return self._fingerprint
+
+    def resume_at(self, position: Position) -> None:
+        """Continue with the step and the sequence after `position`."""
+        self.start, self.tally.tokens_seen = position, position.tokens_seen
+
+    def first_sequence(self, step: int) -> int:
+        """The position in the data at which a step begins."""
+        return self.start.sequences_seen + (step - 1 - self.start.step) * self.global_batch_size
+
+    def position_after(self, step: int) -> Position:
+        return Position(step, self.tally.tokens_seen, self.first_sequence(step + 1))
+
     def step(self, step: int) -> StepMetrics:
         """Take optimizer step number `step`, counted from 1, and read nothing from the device.
 
-        A step that is not finite leaves weights, optimizer and balance as they are; reading its metrics raises.
+        A step that is not finite leaves weights, optimizer and balance as they are; reading its metrics reports it.
         """
         config = self.config
         lr = learning_rate(step, config.training.steps, config.optimizer.lr, config.lr_scheduler)
@@ -87,8 +112,11 @@ class Trainer:
         num_tokens = self.count_tokens(batch.labels_BL for batch in micro_batches)
         loss = self.accumulate_gradients(micro_batches, num_tokens)
         with self.timer.phase("optimizer"):
-            grad_norm = self.clip_gradients()
+            parameters = list(self.model.parameters())
+            norms_P = gradient_norms(parameters)
+            grad_norm = self.clip_gradients(parameters, norms_P)
             failed = self.tally.note(step, num_tokens, loss, grad_norm)
+            self.bad_steps.note(failed, norms_P)
             step_unless(failed, self.optimizer)
             self.optimizer.zero_grad()
             weights_changed(self.model)
@@ -111,6 +139,7 @@ class Trainer:
             with self.timer.phase("backward"):
                 loss.backward()
             total += loss.detach()
+            self.bad_steps.note_micro_batch(loss)
         return self.world.sum_over_losses(total)
 
     def _through_stages(self, model: PipelinedModel, micro_batches: list[Batch], num_tokens: Tensor) -> Tensor:
@@ -123,15 +152,17 @@ class Trainer:
             out = self.loss_of(batch, part, hidden_BlD=hidden_BlD)
             return out / num_tokens if part.is_last_stage else out
 
-        loss: Tensor = self.pipeline.step(micro_batches, loss_of)
+        losses: list[Tensor] = self.pipeline.step(micro_batches, loss_of)
+        for loss in losses:
+            self.bad_steps.note_micro_batch(loss)
         model.sum_gradients_of_copies()
-        return loss
+        return torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)
 
-    def clip_gradients(self) -> Tensor:
+    def clip_gradients(self, parameters: list[nn.Parameter], norms_P: Tensor) -> Tensor:
         """Clip by the norm of all gradients of the model, on whatever ranks they are; returns it."""
-        max_norm, degrees = self.config.training.max_grad_norm, self.world.degrees
+        max_norm, group, sharers = self.config.training.max_grad_norm, self.world.group, self.world.degrees.stage
         elsewhere = self.model.second_copies() if isinstance(self.model, PipelinedModel) else set()
-        return clip_gradients(self.model.parameters(), max_norm, self.world.group, degrees.stage, elsewhere)
+        return clip_gradients(parameters, max_norm, group, norms_P, sharers, elsewhere)
 
     def loss_of(self, batch: Batch, model: nn.Module | None = None, **options: Any) -> Tensor:
         """The loss of a micro-batch, summed over its real tokens; of a pipeline stage, what it returns."""
@@ -156,7 +187,7 @@ class Trainer:
     def micro_batches_on_host(self, step: int) -> list[Batch]:
         """The same in host memory, pinned where a device is to copy it."""
         size, world = self.config.training.local_batch_size, self.world
-        first = (step - 1) * self.global_batch_size + world.data_rank * size
+        first = self.first_sequence(step) + world.data_rank * size
         starts = range(first, first + self.global_batch_size, size * world.data_size)
         batches = [self.data.train.batch(start, size) for start in starts]
         return [batch.pin_memory() for batch in batches] if is_accelerator(self.device) else batches

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from spurline.moe import Experts, register_experts
-from spurline.moe.kernels.grouped import Products
+from spurline.moe.kernels.products import Products
 from spurline.moe.layout import times
 
 ALPHA, LIMIT = 1.702, 7.0

@@ -153,3 +153,32 @@ def test_first_step_with_shared_positions_is_that_of_one(
 def test_first_step_in_pipeline_stages_is_that_of_one(ranks: RankPool, tmp_path: Path, name: str) -> None:
     parallelism = Parallelism(pipeline_parallel_degree=2)
     check_first_step(ranks, tmp_path, name, 2, 2, parallelism=parallelism, data={"mask_documents": True})
+
+
+def losses_of(config: RunConfig[Any], world: World) -> list[float]:
+    trainer = make_trainer(config, world)
+    return [trainer.step(step).read()["loss"] for step in (1, 2, 3)]
+
+
+def losses_on_rank(rank: int, config: RunConfig[Any]) -> list[float]:
+    environment = {"WORLD_SIZE": str(dist.get_world_size())}
+    with mock.patch.dict(os.environ, environment), joined_world(config.parallelism) as world:
+        return losses_of(config, world)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_losses_with_fsdp_2_and_with_ep_2_are_those_of_one(ranks: RankPool, tmp_path: Path, name: str) -> None:
+    (tmp_path / "text.txt").write_text("a spur line is a side track that carries some of the traffic\n" * 40)
+    alone = RunConfig(
+        model=MODELS[name],
+        training=Training(steps=3, seq_len=15, local_batch_size=4, global_batch_size=4, threads=1),
+        data=Data(path=str(tmp_path)),
+    )
+    expected = torch.tensor(losses_of(alone, World.alone()))
+    degrees = [1, 2] if MODELS[name].parallel_facts().num_experts else [1]
+    for degree in degrees:
+        layout = Parallelism(expert_parallel_degree=degree)
+        together = replace(alone, training=replace(alone.training, local_batch_size=2), parallelism=layout)
+        for found in ranks.run(losses_on_rank, 2, together, timeout=240):
+            assert relative_error(torch.tensor(found), expected) < 1e-5, (degree, found, expected)

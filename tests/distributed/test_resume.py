@@ -266,3 +266,20 @@ def test_damage_is_found_by_all_ranks_together(ranks: RankPool, text: str, tmp_p
     assert line.startswith("falling back to the checkpoint of step 2: that of step 4 is damaged, '")
     assert "step-00000004/rank-00001-00000.tensors' is damaged" in line
     assert [record["step"] for record in records_of(tmp_path)] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("worlds", [(2, 1, 4)])
+def test_the_default_batch_size_follows_the_ranks_and_every_sample_is_read_once(
+    ranks: RankPool, text: str, tmp_path: Path, worlds: tuple[int, ...]
+) -> None:
+    read: list[int] = []
+    for number, world in enumerate(worlds, 1):
+        config = replace(make_config(text, tmp_path, Layout(world)), debug=Debug(stop_after=2 * number))
+        config = replace(config, training=replace(config.training, local_batch_size=4, global_batch_size=-1))
+        for outcome in run_all(ranks, Layout(world), config):
+            read += [i for ids in outcome.ids_by_step.values() for i in ids]
+    num_sequences = 2 * 4 * sum(worlds)
+    expected = make_trainer(make_config(text, tmp_path, Layout(1))).data.train.sample_ids(0, num_sequences)
+    assert sorted(read) == sorted(expected)
+    assert len(set(read)) == num_sequences
+    assert records_of(tmp_path)[-1]["tokens_seen"] == num_sequences * 16

@@ -35,7 +35,9 @@ from spurline.tools.train import raised_by_us
 from spurline.train.checkpoint.folder import CheckpointFolder
 from spurline.train.checkpoint.manager import CheckpointManager
 from spurline.train.checkpoint.reader import StoredCheckpoint
+from spurline.train.crash_loop import CrashLoop
 from spurline.train.metrics.jsonl import JsonlWriter
+from spurline.train.replay import read_recorded_step
 
 MAX_GROWTH_BYTES = 400 * 2**20
 
@@ -260,11 +262,41 @@ class Pictures(Parser):
                 read_picture(image, picture_size(image, 4096))
 
 
+class BadSteps(Parser):
+    def make(self):
+        line = {"step": 3, "first_sequence": 16, "global_batch_size": 8, "local_batch_size": 2, "data_ranks": 2}
+        (self.folder / "bad_steps.jsonl").write_text(
+            "".join(json.dumps(line | {"step": step}) + "\n" for step in (3, 4))
+        )
+        return ["bad_steps.jsonl"]
+
+    def read(self):
+        recorded = read_recorded_step(self.folder, 3)
+        assert recorded is None or next(recorded.micro_batches())
+
+
+class Failures(Parser):
+    always_reads = True
+
+    def make(self):
+        for resumed_from in (0, 2):
+            crashes = CrashLoop(self.folder, {}, 4)
+            crashes.step_back()
+            crashes.start(resumed_from)
+            with pytest.raises(RuntimeError), crashes.recorded(0, lambda: 3):
+                raise RuntimeError("lost")
+        (self.folder / "metrics.jsonl").write_text('{"step": 1, "loss": 5.0}\n{"step": 2, "loss": 5.0}\n')
+        return ["failures.jsonl", "metrics.jsonl"]
+
+    def read(self):
+        assert CrashLoop(self.folder, {}, 0).step_back().num_checkpoints >= 0
+
+
 PARSERS = {
     parser.__name__: parser
     for parser in (
         *(Report, LargeReport, ResumedMetrics, Record, Metadata, Version1),
-        *(Prepared, Safetensors, Config, Tokenizer, Pictures),
+        *(Prepared, Safetensors, Config, Tokenizer, Pictures, BadSteps, Failures),
     )
 }
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from their_models import load, logits, make, save
 from torch import Tensor
@@ -16,6 +17,7 @@ from spurline.hf.exporting import export_run
 from spurline.hf.folder import find_tensors
 from spurline.hf.importing import import_folder
 from spurline.hf.quantized import dequantized, read_whole
+from spurline.hf.quantizing import quantize
 from spurline.train.checkpoint.manager import CheckpointManager
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
@@ -189,3 +191,51 @@ def test_fp8_that_config_json_does_not_mention_is_refused(tmp_path: Path) -> Non
     change_config(source, quantization_config=None)
     with pytest.raises(ValueError, match="has dtype F8_E4M3"):
         import_folder(source, tmp_path / "run")
+
+
+def test_fp8_export_is_read_by_transformers_and_back_here(tmp_path: Path) -> None:
+    import_folder(save(make("qwen2_moe"), tmp_path / "theirs"), tmp_path / "run")
+    block = (8, 4)  # which divides every shape, as transformers needs
+    export_run(tmp_path / "run", tmp_path / "fp8", fp8_block=block)
+    stored, original = (load_file(tmp_path / name / "model.safetensors") for name in ("fp8", "theirs"))
+    scales = {name for name in stored if name.endswith("_scale_inv")}
+    # All projections, but neither routers, nor the gate of the shared expert, nor embedding, head and norms.
+    assert {name.removesuffix("_scale_inv") for name in scales} == {
+        name for name in original if "_proj." in name and name.endswith(".weight")
+    }
+    found = read(tmp_path / "fp8")
+    assert found.keys() == original.keys()
+    for name, tensor in original.items():
+        if f"{name}_scale_inv" not in stored:
+            assert torch.equal(found[name], tensor)
+            continue
+        assert stored[name].dtype == torch.float8_e4m3fn
+        weight, scale = to_fp8(tensor, block)
+        assert torch.equal(stored[name].float(), weight.float()), name
+        assert torch.equal(stored[f"{name}_scale_inv"], scale), name
+        as_theirs = Fp8Dequantize(None)._dequantize_one(stored[name], stored[f"{name}_scale_inv"], torch.bfloat16)
+        assert torch.equal(found[name], as_theirs)
+        assert ((found[name] - tensor).abs() <= 2**-4 * tensor.abs() + scale.max() * 2**-9).all()
+    config = transformers.FineGrainedFP8Config(dequantize=True)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "fp8", quantization_config=config, dtype=torch.float32
+    )
+    import_folder(tmp_path / "fp8", tmp_path / "again", dtype=torch.float32)
+    assert (our_logits(tmp_path / "again") - logits(theirs)).abs().max() < 1e-4
+
+
+def test_fp8_blocks_need_matrices(tmp_path: Path) -> None:
+    import_folder(save(make("gpt_oss"), tmp_path / "theirs"), tmp_path / "run")
+    with pytest.raises(ValueError, match="is a stack of matrices: FP8 blocks are for classes"):
+        export_run(tmp_path / "run", tmp_path / "fp8", fp8_block=(8, 4))
+    assert not (tmp_path / "fp8").exists()
+
+
+def test_blocks_of_zeros_and_smaller_last_blocks_are_quantized_too() -> None:
+    weight_RC = torch.randn(9, 7)
+    weight_RC[:4, :5] = 0
+    quantized_RC, scale_rc = quantize(weight_RC, (4, 5))
+    assert (quantized_RC.shape, scale_rc.shape) == ((9, 7), (3, 2))
+    scale_RC = scale_rc.repeat_interleave(4, 0)[:9].repeat_interleave(5, 1)[:, :7]
+    assert ((quantized_RC.float() * scale_RC - weight_RC).abs() <= 2**-4 * weight_RC.abs() + 1e-3).all()
+    assert not quantized_RC[:4, :5].float().any()

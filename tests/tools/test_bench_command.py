@@ -7,10 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from spurline import MoE, MoEConfig
 from spurline.bench import suites
 from spurline.bench.cases import CASES, Case
 from spurline.bench.figures import TARGETS, Figure, missed_targets
-from spurline.bench.layers import Candidate, Contest, check_agreement, make_contest
+from spurline.bench.layers import Candidate, Contest, _other_kernels, check_agreement, make_contest
 from spurline.bench.measure import Timing, interleave
 from spurline.bench.step import _Worker
 from spurline.tools.bench import main
@@ -141,3 +142,24 @@ def test_a_step_whose_process_ends_is_left_out() -> None:
     worker._process.wait()  # others are asked first, so it is long gone when its turn comes
     assert not worker.is_there()
     worker.end()
+
+
+def test_a_device_that_is_not_here_is_told_in_one_line(capsys) -> None:
+    assert main(["--device", "xpu"]) == 2
+    assert "--device auto or cpu" in capsys.readouterr().err
+
+
+def test_suites_of_cpus_are_refused_on_an_accelerator(capsys) -> None:
+    assert main(["--device", "auto", "--parts", "ranks"]) == 2
+    assert "--parts ranks runs on CPUs only" in capsys.readouterr().err
+
+
+def test_every_kernel_of_an_accelerator_is_timed_beside_the_chosen_one() -> None:
+    ours = MoE(MoEConfig(dim=16, hidden_dim=16, num_experts=4), device="cpu")
+    assert not _other_kernels(ours, torch.empty(1, 4, 16))
+    others = _other_kernels(ours, torch.empty(1, 4, 16, device="meta", dtype=torch.bfloat16))
+    assert {name: layer.experts.backend for name, layer in others.items()} == {"spurline grouped_mm": "grouped_mm"}
+    assert torch.equal(others["spurline grouped_mm"].experts.w1_EFD, ours.experts.w1_EFD)
+    figures = [Figure("layers", "small", "forward", who, 2.0, "ms", 1) for who in ("spurline triton", "torchtitan")]
+    assert [figure.to_best_peer for figure in suites._with_ratios(figures)] == [1.0, 1.0]
+    assert suites._with_ratios(figures[:1])[0].to_best_peer is None

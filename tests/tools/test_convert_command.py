@@ -75,7 +75,7 @@ def test_training_starts_from_the_imported_weights(spurline, theirs, tmp_path):
     from spurline import config_io
     from spurline.config import Data
     from spurline.train.checkpoint.manager import CheckpointManager
-    from spurline.train.loop import Position
+    from spurline.train.position import Position
     from spurline.train.run import resume
     from spurline.train.trainer import make_trainer
 

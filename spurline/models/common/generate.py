@@ -5,7 +5,7 @@ B texts, L positions of one forward pass, V vocabulary, K most probable tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,10 +35,10 @@ def stream(
     sampling: Sampling,
     seed: int = 0,
     max_context: int,
-    stop_id: int | None = None,
+    stop_id: int | Collection[int] | None = None,
     cached: bool = True,
 ) -> Iterator[list[int | None]]:
-    """Yield the next token of every text, `num_tokens` times; None for a text that has ended with `stop_id`.
+    """Yield the next token of every text, `num_tokens` times; None for a text that has ended with (a) `stop_id`.
 
     A text depends on its prompt and on `seed` plus its index, never on the other texts. The model sees at most the
     last `max_context` tokens: when a text exceeds that, the older half is dropped at once (see `window_start`).
@@ -51,6 +51,7 @@ def stream(
         raise ValueError(f"generate needs max_context >= 1, got {max_context}")
     texts = [list(prompt) for prompt in prompts]
     has_ended = [False] * len(texts)
+    stop_ids = {stop_id} if stop_id is None or isinstance(stop_id, int) else set(stop_id)
     generators = [torch.Generator().manual_seed(seed + number) for number in range(len(texts))]
     reader = _Reader(model, num_tokens, max_context, cached)
     was_training = model.training
@@ -62,7 +63,7 @@ def stream(
             for number, text in enumerate(texts):
                 if not has_ended[number]:
                     token = sample_token(logits_BV[number], sampling, generators[number])
-                    if token == stop_id:
+                    if token in stop_ids:
                         has_ended[number] = True
                         del text[:-1]  # it is complete, and must not lengthen the padding of the others
                     else:

@@ -12,19 +12,22 @@ from torch import Tensor, nn
 from spurline.comm.gradients import local
 from spurline.models.common.init import INIT_STD
 from spurline.ops.draw import drawn_in_blocks, fill_truncated_normal
-from spurline.ops.skinny_matmul import linear
+from spurline.ops.low_precision import LowPrecision, linear
 from spurline.parallel.tensor import TensorParallel
 
 
 class Linear(nn.Linear):
     """Matrix product, with a bias if asked for: (..., in_dim) -> (..., out_dim)."""
 
+    precision: LowPrecision | None = None
+    """How the matrix is multiplied, if not in the dtype of the activations."""
+
     def __init__(self, in_dim: int, out_dim: int, std: float = INIT_STD, bias: bool = False) -> None:
         self.std = std  # before nn.Linear's constructor, which already fills the weight
         super().__init__(in_dim, out_dim, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = linear(x, local(self.weight).to(x.dtype))
+        y = linear(x, local(self.weight).to(x.dtype), self.precision)
         return y if self.bias is None else y + local(self.bias).to(x.dtype)
 
     @drawn_in_blocks
@@ -50,7 +53,7 @@ class SummedLinear(Linear):
         if self.bias is None or self.tp.group is None:
             return super().forward(x)
         share = local(self.bias).to(x.dtype) / self.tp.group.size()
-        return linear(x, local(self.weight).to(x.dtype)) + share
+        return linear(x, local(self.weight).to(x.dtype), self.precision) + share
 
 
 class OutputMatrix(Linear):

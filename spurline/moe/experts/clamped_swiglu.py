@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from spurline.moe.experts.experts import Experts
-from spurline.moe.kernels.grouped import Products
+from spurline.moe.kernels.products import Products
 
 ALPHA, LIMIT = 1.702, 7.0
 

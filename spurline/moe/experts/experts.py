@@ -15,12 +15,13 @@ from spurline.comm.gradients import local
 from spurline.moe.config import MoEConfig
 from spurline.moe.kernels.choose import choose_kernel, load_kernels, verdicts
 from spurline.moe.kernels.fused_weights import FusedWeights
-from spurline.moe.kernels.grouped import Products
 from spurline.moe.kernels.kernel import Kernel, Verdict, Work
+from spurline.moe.kernels.products import Products
 from spurline.moe.layout import axis_names, shape_of
 from spurline.moe.registry import LAYOUTS
 from spurline.moe.rows import Rows
 from spurline.ops.draw import drawn_in_blocks, fill_truncated_normal
+from spurline.ops.low_precision import LowPrecision
 
 
 class Experts(nn.Module):
@@ -32,6 +33,8 @@ class Experts(nn.Module):
 
     applies_weights: ClassVar[bool] = False
     """Whether `formula` applies routing weights. Otherwise the output is weighed, and kept for that in training."""
+    precision: LowPrecision | None = None
+    """How matrices are multiplied, if not in the rows' dtype."""
 
     def __init__(self, config: MoEConfig, init_std: float = 0.02, output_std: float | None = None) -> None:
         super().__init__()
@@ -83,7 +86,7 @@ class Experts(nn.Module):
         """The formula, product by product, on any kernel that multiplies."""
         x_RD, weight_R = rows.tensor(), rows.weight_to_apply() if self.applies_weights else None
         counts = rows.counts.with_host_count() if kernel.counts_on_host else rows.counts
-        y_RD = self.formula(x_RD, Products(kernel, counts, weight_R), *self.weights())
+        y_RD = self.formula(x_RD, Products(kernel, counts, weight_R, self.precision), *self.weights())
         return rows.output(y_RD, is_weighed=weight_R is not None)
 
     def weights(self) -> list[Tensor]:
@@ -117,7 +120,14 @@ class Experts(nn.Module):
             equal_rows,
             grad,
             cacheable,
+            "none" if self.precision is None else self.precision.recipe,
         )
+
+    def check_backend(self, device: str, dtype: torch.dtype) -> None:
+        """A ValueError if the chosen kernel can't compute these experts on such a device, whatever their rows are."""
+        precision = "none" if self.precision is None else self.precision.recipe
+        work = Work(self.kind, accelerator.stand_in or device, dtype, self.width, self.hidden, 1, precision=precision)
+        choose_kernel(work, self.backend)
 
     def verdicts(self, rows: Rows) -> dict[str, Verdict]:
         """What each kernel says of these rows, the one that `auto` takes first."""

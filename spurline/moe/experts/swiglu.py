@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from spurline.moe.experts.experts import Experts
-from spurline.moe.kernels.grouped import Products
+from spurline.moe.kernels.products import Products
 from spurline.ops.functional import swiglu
 
 

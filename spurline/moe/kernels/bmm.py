@@ -25,14 +25,15 @@ class BmmKernel(Kernel):
             )
         if work.device != "cpu":
             return Verdict(20, "batched products of equal size")
-        fused = not work.grad and work.cacheable and work.experts == "swiglu"
+        fused = not work.grad and work.cacheable and work.experts == "swiglu" and work.precision == "none"
         if fused and 0 < work.equal_rows <= MOST_FUSED_ROWS:
             return Verdict(40, f"at most {MOST_FUSED_ROWS} equal rows and no gradients: fused weights")
         return Verdict(6, "batched products of equal size, on copies of the rows")
 
     @counted("experts.bmm")
     def run(self, experts, rows: Rows) -> Rows:  # type: ignore[no-untyped-def]
-        if torch.is_grad_enabled() or experts.kind != "swiglu" or not experts.can_cache():
+        rounds = experts.precision is not None
+        if torch.is_grad_enabled() or rounds or experts.kind != "swiglu" or not experts.can_cache():
             return super().run(experts, rows)
         rows_RD = rows.tensor()
         w13_eDX, w2_eFD = experts.fused_weights.get(rows_RD.dtype, *experts.parameters())

@@ -34,6 +34,8 @@ class Work:
     """Whether gradients are recorded."""
     cacheable: bool = True
     """Whether copies of the weights may be kept between calls: edits of them can be noticed."""
+    precision: str = "none"
+    """The recipe of products in 8 bits: they are made one by one."""
 
 
 class Verdict(NamedTuple):
@@ -41,6 +43,11 @@ class Verdict(NamedTuple):
 
     score: int
     why: str
+
+
+def rounds_no_operands(work: Work) -> Verdict | None:
+    """What a kernel that computes experts as a whole says of products in 8 bits."""
+    return None if work.precision == "none" else Verdict(0, f"does not round operands, as {work.precision} does")
 
 
 class Kernel:
@@ -76,7 +83,7 @@ class FunctionKernel(Kernel):
     def suits(self, work: Work) -> Verdict:
         if work.experts != "swiglu":
             return Verdict(0, f"computes SwiGLU experts, not {work.experts!r} ones")
-        return super().suits(work)
+        return rounds_no_operands(work) or super().suits(work)
 
     def run(self, experts: Experts, rows: Rows) -> Rows:
         rows_RD = rows.tensor()

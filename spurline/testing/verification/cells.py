@@ -12,6 +12,7 @@ from spurline.config import (
     LRScheduler,
     Optimizer,
     Parallelism,
+    Precision,
     RunConfig,
     Training,
 )
@@ -74,6 +75,7 @@ class Cell:
     separate_expert_units: bool = False
     micro_batches: int = 1
     dtype: str = "float32"
+    precision: str = "none"
     seq_len: int = 12
     clip: bool = False
     num_layers: int = 0
@@ -99,6 +101,7 @@ class Cell:
         parts += ["separate expert units"] * self.separate_expert_units
         parts += [f"{self.micro_batches} micro-batches"] * (self.micro_batches > 1)
         parts += [self.dtype] * (self.dtype != default.dtype)
+        parts += [self.precision] * (self.precision != default.precision)
         parts += [f"length {self.seq_len}"] * (self.seq_len != default.seq_len) + ["clip"] * self.clip
         parts += [f"{self.num_layers} layers"] * bool(self.num_layers) + ["tied"] * self.tied
         return ", ".join(parts) or "defaults"
@@ -154,6 +157,7 @@ def run_config(cell: Cell, model: Any) -> RunConfig[Any]:
             pipeline_parallel_schedule=cell.schedule,  # type: ignore[arg-type]
         ),
         compile=Compile(enable=cell.compile != "off", backend=cell.compile),
+        precision=Precision(recipe=cell.precision),  # type: ignore[arg-type]
         activation_checkpoint=ActivationCheckpoint(mode=cell.remat),  # type: ignore[arg-type]
         debug=Debug(separate_expert_units=cell.separate_expert_units),
     )
@@ -185,6 +189,7 @@ def reference_config(config: RunConfig[Any], micro_batches: int = 1) -> RunConfi
         training=replace(config.training, local_batch_size=SEQUENCES_A_STEP // micro_batches, dtype="float32"),
         parallelism=Parallelism(),
         compile=Compile(),
+        precision=Precision(),
         activation_checkpoint=ActivationCheckpoint(),
         debug=Debug(),
     )
@@ -201,9 +206,11 @@ def cell_problems(cell: Cell, model: Any) -> list[str]:
     config = run_config(cell, model)
     found += config.problems()
     moe = getattr(config.model, "moe", None)
-    is_bmm = isinstance(moe, MoEConfig) and moe.experts_backend == "bmm"
-    if is_bmm and not (config.model.moe.force_load_balance and cell.compile == "off"):
-        found.append("experts_backend bmm needs forced balance, without compile")
+    if isinstance(moe, MoEConfig):
+        if moe.experts_backend == "bmm" and not (moe.force_load_balance and cell.compile == "off"):
+            found.append("experts_backend bmm needs forced balance, without compile")
+        if moe.experts_backend == "stream" and cell.precision != "none":
+            found.append(f"experts_backend stream does not round operands, as {cell.precision} does")
     if not found:
         found = degree_problems(config.parallelism, cell.ranks, model=config.model, training=config.training)
     return [problem.partition("; nearest that works")[0] for problem in found]

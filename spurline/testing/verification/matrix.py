@@ -26,6 +26,9 @@ QUICK = [
     Cell(4, pp=2, ep=2, micro_batches=2, seq_len=13, router="groups and bias", balance="batch and z loss"),
     Cell(2, dtype="bfloat16", micro_batches=4, remat="selective", seq_len=13),
     Cell(2, ep=2, dtype="bfloat16", experts="grouped_mm", micro_batches=2, clip=True),
+    Cell(compile="aot_eager", precision="mxfp8", experts="loop", micro_batches=2),
+    Cell(2, ep=2, precision="float8", experts="loop", clip=True),
+    Cell(2, tp=2, dtype="bfloat16", precision="mxfp8", experts="grouped_mm", remat="selective"),
     Cell(4, tp=4, score="score before", router="groups and bias"),
     Cell(4, ep=4, exchange="forced balance", experts="bmm", score="score before", clip=True),
     Cell(4, ep=2, etp=2, exchange="equal split", router="sigmoid", separate_expert_units=True, micro_batches=2),
@@ -120,6 +123,7 @@ AXES: dict[str, list[dict[str, Any]]] = {
     "separate_expert_units": [{"separate_expert_units": False}, {"separate_expert_units": True}],
     "micro_batches": [{"micro_batches": 1}, {"micro_batches": 2}],
     "dtype": [{"dtype": "float32"}, {"dtype": "bfloat16"}],
+    "precision": [{"precision": recipe} for recipe in ("none", "float8", "mxfp8")],
     "seq_len": [{"seq_len": 12}, {"seq_len": 13}],
     "clip": [{"clip": False}, {"clip": True}],
 }

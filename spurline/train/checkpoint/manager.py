@@ -79,9 +79,15 @@ class CheckpointManager:
     def is_due(self, step: int, last_step: int) -> bool:
         return step % self.interval == 0 or step == last_step
 
-    def latest(self) -> int | None:
-        """The step of the newest complete checkpoint."""
-        return max(self._files.steps(), default=None)
+    def latest(self, before: int | None = None) -> int | None:
+        """The step of the newest complete checkpoint, of all or of those before a step."""
+        return max((step for step in self._files.steps() if before is None or step < before), default=None)
+
+    def remove_from(self, step: int) -> None:
+        """Remove the checkpoints of `step` and of later ones; for the first rank, while nothing is written."""
+        for later in self._files.named_steps():
+            if later >= step:
+                self._files.remove(later)
 
     # Writing.
 
@@ -205,16 +211,27 @@ class CheckpointManager:
             raise ValueError(f"the checkpoint of step {step} is of a run that has diverged: {not_finite}")
         return extra
 
-    def load_newest(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, dict[str, Any]] | None:
-        """Load the newest checkpoint that is intact and finite: its step and `extra`; None if there is none at all."""
+    def load_newest(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        check: Callable[[int, dict[str, Any]], None] = lambda step, extra: None,
+        pass_over: int = 0,
+    ) -> tuple[int, dict[str, Any]] | None:
+        """Load the newest checkpoint that is intact and finite: its step and `extra`; None if there is none at all.
+
+        `check` may refuse these two by a ValueError, before anything is changed. The newest `pass_over` checkpoints are
+        not looked at, as long as there are others.
+        """
         ranks = Ranks()
         passed: list[str] = []
-        for step in reversed(ranks.first(self._cleaned_steps)):
+        steps = ranks.first(self._cleaned_steps)
+        for step in reversed(steps[: max(1, len(steps) - pass_over)]):
             checkpoint, problems = self._verified(step, ranks)
             if checkpoint is None:
                 passed.append(f"that of step {step} is damaged, {'; '.join(problems)}")
                 continue
-            extra, not_finite = self._load(checkpoint, model, optimizer, ranks)
+            extra, not_finite = self._load(checkpoint, model, optimizer, ranks, check)
             if not_finite:
                 passed.append(f"that of step {step} is of a run that has diverged, {not_finite}")
                 continue
@@ -259,7 +276,12 @@ class CheckpointManager:
         return StoredCheckpoint(self._files.at(step), self._files.record(step))
 
     def _load(
-        self, checkpoint: StoredCheckpoint, model: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: Ranks
+        self,
+        checkpoint: StoredCheckpoint,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        ranks: Ranks,
+        check_extra: Callable[[int, dict[str, Any]], None] = lambda step, extra: None,
     ) -> tuple[dict[str, Any], str]:
         """Load in place; returns `extra`, and which tensor is not finite (or "")."""
         tensors, saved = model_tensors(model), checkpoint.layout.tensors
@@ -272,6 +294,7 @@ class CheckpointManager:
         def check() -> None:
             self._check_model(checkpoint, tensor_differences(saved, tensors, everywhere - tensors.keys()))
             extra.update(checkpoint.extra)
+            check_extra(checkpoint.record.step, extra)
             elsewhere = {name.removeprefix("model.") for name in everywhere}
             of_optimizer.update(empty_optimizer_tensors(saved, model, elsewhere) if optimizer else {})
 

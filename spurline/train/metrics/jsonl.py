@@ -14,6 +14,7 @@ from spurline.files import append, publish, temporary_name
 from spurline.train.metrics.expert_load_file import EXPERT_LOAD_FILE, LARGE, ExpertLoadWriter
 from spurline.untrusted import lines, open_regular, parse_json
 
+_TAIL_BYTES = 2**20
 _STEP = re.compile(rb'\{"step": (\d{1,18})[,}]')
 
 
@@ -99,6 +100,18 @@ def drop_lines_after(path: Path, step: int) -> None:
         publish(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def last_step(path: Path) -> int:
+    """The step of the last line that is complete; 0 if there is none."""
+    try:
+        with open_regular(path) as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(0, end - _TAIL_BYTES))
+            steps = [_step_of(line) for line in file.read().splitlines(keepends=True)]
+    except OSError:
+        return 0
+    return int(next((step for step in reversed(steps) if step < math.inf), 0))
 
 
 def _step_of(line: bytes) -> float:

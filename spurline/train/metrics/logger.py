@@ -33,11 +33,12 @@ class MetricsLogger:
         self._padded_rows = PaddedRows()
         moe = getattr(config.model, "moe", None)
         self._health = TrainingHealth(config.training.max_grad_norm, moe.top_k if moe else 1)
+        self._bad_steps = trainer.bad_steps
         self._tally, self._logged_tokens = trainer.tally, trainer.tally.tokens_seen
         self.throughput = Throughput()
 
-    def log(self, metrics: StepMetrics, validation_loss: float | None) -> None:
-        """Read the metrics of a step, which all ranks do together, and hand them on."""
+    def log(self, metrics: StepMetrics, validation_loss: float | None) -> float:
+        """Read the metrics of a step, which all ranks do together, and hand them on; returns the loss."""
         record = self._record(metrics, validation_loss)
         if warnings := self._health.check(record):
             record["warnings"] = warnings
@@ -54,6 +55,8 @@ class MetricsLogger:
             grad_norm=record["grad_norm"],
             lr=record["lr"],
         )
+        loss: float = record["loss"]
+        return loss
 
     def _record(self, metrics: StepMetrics, validation_loss: float | None) -> dict[str, Any]:
         offered = metrics.read()
@@ -69,6 +72,7 @@ class MetricsLogger:
             **({} if validation_loss is None else {"validation_loss": validation_loss}),
             **compute_rate(tokens_per_second, self._flops_per_token, self._peak_flops),
             **self._padded_rows.read(),
+            **({"bad_steps": self._bad_steps.count} if self._bad_steps.count else {}),
         }
         if taken := sorted(offered.keys() & own.keys()):
             raise ValueError(f"a module offers the metric {taken[0]!r}, which the trainer writes: choose another name")

@@ -30,8 +30,8 @@ class StepMetrics:
     def read(self) -> dict[str, Any]:
         """Reduce all metrics over the ranks and copy them to the host: all ranks together, before the next step.
 
-        The keys of MoE layers are there without MoE layers too. A ValueError tells of a step since the last reading,
-        this one or an earlier one, that was not finite.
+        The keys of MoE layers are there without MoE layers too. A step since the last reading, this one or an earlier
+        one, that was not finite is reported, by a ValueError if the run is to stop.
         """
         own = {"loss": Metric(self.loss, "same"), "grad_norm": Metric(self.grad_norm, "same")}
         offered = [*(Offered(name, "", metric) for name, metric in own.items()), *collect_metrics(self.model)]

@@ -1,8 +1,9 @@
-"""What steps have done that the host has not read yet."""
+"""What steps have done that the host has not read yet. W bad steps are remembered one by one."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,49 +11,68 @@ from torch import Tensor
 from spurline.comm.metrics import Metric, Offered, reduce_metrics
 from spurline.config import RunConfig
 
-_TOKENS, _FAILURE = "tally/tokens", "tally/failure"
+_TOKENS, _FAILED, _NUM_FAILED, _IN_A_ROW = "tally/tokens", "tally/failed", "tally/num_failed", "tally/in_a_row"
+_W = 8
+
+
+class FailedStep(NamedTuple):
+    step: int
+    loss: float
+    grad_norm: float
 
 
 class StepTally:
-    """Counts tokens and remembers the first step that was not finite, on the device until it is read.
+    """Counts tokens and remembers steps that were not finite, on the device until it is read.
 
-    A step that is not finite changes nothing: its update is masked. The host learns of it with the next reading, which
-    raises a ValueError: at the latest with the next step that is logged, and before a checkpoint is written.
+    A step that is not finite changes nothing: its update is masked. The host learns of it with the next reading: at the
+    latest with the next step that is logged, and before a checkpoint is written.
     """
 
-    def __init__(self, config: RunConfig[Any], device: torch.device) -> None:
+    def __init__(self, device: torch.device, report: Callable[[list[FailedStep], int, int], None]) -> None:
+        """`report` is called with a reading that has bad steps: the first of them, how many, and how many in a row."""
         self.tokens_seen = 0
         """Tokens of all steps up to the last reading."""
-        self._config = config
+        self._report = report
         self._num_tokens = torch.zeros((), dtype=torch.int64, device=device)
-        self._failure_3 = torch.zeros(3, device=device)  # step (0: none), loss, gradient norm
+        self._failed_W3 = torch.zeros(_W, 3, device=device)  # step, loss, gradient norm
+        self._slot_W = torch.arange(_W, device=device)
+        self._num_failed = torch.zeros_like(self._num_tokens)
+        self._in_a_row, self._most_in_a_row = torch.zeros_like(self._num_tokens), torch.zeros_like(self._num_tokens)
 
     @torch.no_grad()
     def note(self, step: int, num_tokens: Tensor, loss: Tensor, grad_norm: Tensor) -> Tensor:
         """Add a step; returns 1.0 on the device if it is not finite, else 0.0."""
         self._num_tokens += num_tokens
         failed = ~torch.isfinite(loss + grad_norm)
-        is_first = failed & (self._failure_3[0] == 0)
-        number = torch.full_like(loss, step)
-        self._failure_3 = torch.where(is_first, torch.stack([number, loss, grad_norm]), self._failure_3)
+        row_3 = torch.stack([torch.full_like(loss, step), loss, grad_norm])
+        is_its_slot_W = failed & (self._slot_W == self._num_failed)
+        self._failed_W3 = torch.where(is_its_slot_W.unsqueeze(1), row_3, self._failed_W3)
+        self._num_failed += failed
+        self._in_a_row = (self._in_a_row + 1) * failed
+        self._most_in_a_row = torch.maximum(self._most_in_a_row, self._in_a_row)
         return failed.float()
 
     def offered(self) -> list[Offered]:
         """For a reading together with other metrics, whose record goes to `take`."""
-        return [
-            Offered(_TOKENS, "", Metric(self._num_tokens, "same")),
-            Offered(_FAILURE, "", Metric(self._failure_3, "same")),
-        ]
+        own = {
+            _TOKENS: self._num_tokens,
+            _FAILED: self._failed_W3,
+            _NUM_FAILED: self._num_failed,
+            _IN_A_ROW: self._most_in_a_row,
+        }
+        return [Offered(name, "", Metric(value, "same")) for name, value in own.items()]
 
     def take(self, record: dict[str, Any]) -> None:
-        """Take out of a record what `offered` put in, and begin anew; a ValueError tells of a step that failed."""
+        """Take out of a record what `offered` put in, and begin anew; bad steps are reported."""
         read = record.pop("tally")
         self.tokens_seen += read["tokens"]
         self._num_tokens.zero_()
-        self._failure_3.zero_()
-        step, loss, grad_norm = read["failure"]
-        if step:
-            raise diverged(self._config, int(step), f"the loss is {loss} and the gradient norm {grad_norm}")
+        self._num_failed.zero_()
+        self._most_in_a_row = torch.zeros_like(self._most_in_a_row)
+        if num_failed := read["num_failed"]:
+            rows = [read["failed"][i : i + 3] for i in range(0, 3 * min(num_failed, _W), 3)]
+            failed = [FailedStep(int(step), loss, grad_norm) for step, loss, grad_norm in rows]
+            self._report(failed, num_failed, read["in_a_row"])
 
     def read(self) -> None:
         """Read what there is, in one copy."""

@@ -5,10 +5,12 @@ Each warning is given once for as long as its cause lasts, and again if the caus
 
 from __future__ import annotations
 
-import statistics
+import math
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
+
+from spurline.train.metrics.loss_spikes import UsualLoss
 
 DEAD_STEPS = 100
 """An expert is dead if it got no row in any record of this many steps."""
@@ -18,7 +20,6 @@ LOW_ENTROPY = 0.5
 NEAR_LARGEST_LOAD = 0.9
 DATA_BOUND = 0.2
 CLIPPED_LINES = 100
-SPIKE_WINDOW = 50
 
 
 class TrainingHealth:
@@ -32,7 +33,7 @@ class TrainingHealth:
         self._idle_since: dict[tuple[str, int], int] = {}
         self._uneven: dict[str, int] = {}
         self._waits: deque[tuple[float, float]] = deque(maxlen=PATIENCE)
-        self._losses: deque[float] = deque(maxlen=SPIKE_WINDOW)
+        self._usual_loss = UsualLoss()
         self._clipped = 0
 
     def check(self, record: Mapping[str, Any]) -> list[str]:
@@ -104,14 +105,10 @@ class TrainingHealth:
 
     def _loss_spike(self, record: Mapping[str, Any]) -> list[str]:
         loss = record.get("loss")
-        if loss is None:
+        if loss is None or not math.isfinite(loss):
             return []
-        is_spike, usual = False, loss
-        if len(self._losses) >= PATIENCE:
-            usual, spread = statistics.fmean(self._losses), statistics.pstdev(self._losses)
-            is_spike = loss > usual + 6 * spread and loss > 1.1 * usual
-        if not is_spike:  # spikes do not count as usual
-            self._losses.append(loss)
+        is_spike = self._usual_loss.is_spike(loss)
+        usual = self._usual_loss.usual
         return self._once(
             "spike",
             is_spike,

@@ -11,26 +11,36 @@ from torch.distributed.tensor import DTensor
 
 
 @torch.no_grad()
+def gradient_norms(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """The norms (P,) of this rank's parts of all gradients that there are, in the order of the parameters."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    parts = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+    return torch.stack(torch._foreach_norm(parts)) if parts else torch.zeros(0)
+
+
+@torch.no_grad()
 def clip_gradients(
     parameters: Iterable[nn.Parameter],
     max_norm: float,
     group: ProcessGroup | None = None,
+    norms_P: Tensor | None = None,
     num_sharers: int | None = None,
     counted_elsewhere: Container[nn.Parameter] = (),
 ) -> Tensor:
     """Scale all gradients so that their joint norm is at most `max_norm` (0: leave them), and return the norm before.
 
     Gradients that are sharded over the ranks of `group` count in full, and the norm is the same on all of them. A norm
-    that isn't finite is returned, not raised: the caller decides what to do about such a step. If ranks have different
-    parameters, as pipeline stages do, num_sharers of them have the same ones; copies that other ranks count too are
-    scaled here, but not counted.
+    that isn't finite is returned, not raised: the caller decides what to do about such a step. `norms_P` are their
+    `gradient_norms`, if the caller has them already. If ranks have different parameters, as pipeline stages do,
+    num_sharers of them have the same ones; copies that other ranks count too are scaled here, but not counted.
     """
+    parameters = list(parameters)
     with_gradients = [p for p in parameters if p.grad is not None]
     gradients = [p.grad for p in with_gradients if p.grad is not None]
     if not gradients:
         return torch.zeros(())
     parts = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
-    norms = torch.stack(torch._foreach_norm(parts))
+    norms = gradient_norms(parameters) if norms_P is None else norms_P
     if group is None:
         norm = torch.linalg.vector_norm(norms)
     else:

@@ -6,4 +6,4 @@ if multiprocessing.parent_process() is not None:  # on ranks only
     import spurline.train.trainer
     from spurline.train.optimizer.clip import clip_gradients
 
-    spurline.train.trainer.clip_gradients = lambda parameters, max_norm, group: clip_gradients(parameters, max_norm)
+    spurline.train.trainer.clip_gradients = lambda parameters, max_norm, *_, **__: clip_gradients(parameters, max_norm)

@@ -9,22 +9,12 @@ everything else is done for the chunk as a whole, as small operations cost more 
 multiplied is decided in `kernels/choose.py`.
 """
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
-
 import torch
 from torch import Tensor
 
 from spurline.moe.kernels.cpu.workspace import Matrices, WeightGradient, Workspace, multiply, sum_dtype
-from spurline.moe.kernels.grouped import grouped_matmul
-from spurline.moe.kernels.kernel import Kernel, Verdict, Work
-from spurline.moe.rows import Rows
-from spurline.moe.telemetry import counted
-from spurline.ops.functional import swiglu
-from spurline.ops.rows import gather_rows, scatter_add_rows
-
-if TYPE_CHECKING:
-    from spurline.moe.experts.experts import Experts
+from spurline.moe.kernels.fused import FusedKernel, complete_op
+from spurline.moe.kernels.kernel import Verdict, Work, rounds_no_operands
 
 _silu = torch.ops.aten.silu.out
 _silu_backward = torch.ops.aten.silu_backward.grad_input
@@ -131,106 +121,17 @@ def stream_experts_backward(
     return dx_TD.to(x_TD.dtype), dw1.finish(), dw3.finish(), dw2.finish(), dweight_S
 
 
-@stream_experts.register_fake
-def _(x_TD, w1_eFD, w3_eFD, w2_eDF, weight_S, base_TD, token_S, count_e, weigh_before, keep):  # type: ignore[no-untyped-def]
-    num_rows = x_TD.shape[0] if token_S is None else token_S.shape[0]
-    return x_TD.new_empty(x_TD.shape), x_TD.new_empty(2, num_rows if keep else 0, w1_eFD.shape[1])
+complete_op(stream_experts, stream_experts_backward)
 
 
-@stream_experts_backward.register_fake
-def _(  # type: ignore[no-untyped-def]
-    grad_TD, x_TD, w1_eFD, w3_eFD, w2_eDF, weight_S, token_S, count_e, kept_2SF, weigh_before, need_weights
-):
-    dws = [w.new_empty(w.shape if need_weights else (0, *w.shape[1:])) for w in (w1_eFD, w3_eFD, w2_eDF)]
-    dweight_S = x_TD.new_empty(0, dtype=sum_dtype(x_TD.dtype)) if weight_S is None else torch.empty_like(weight_S)
-    return x_TD.new_empty(x_TD.shape), *dws, dweight_S
-
-
-def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    x_TD, w1, w3, w2, weight_S, base_TD, token_S, count_e, ctx.weigh_before, keep = inputs
-    assert keep, "stream_experts needs keep=True where gradients are wanted"
-    ctx.has_base = base_TD is not None
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x_TD, w1, w3, w2, weight_S, token_S, count_e, output[1])
-
-
-def _backward(ctx, grad_TD, _):  # type: ignore[no-untyped-def]
-    x_TD, w1, w3, w2, weight_S, token_S, count_e, kept_2SF = ctx.saved_tensors
-    need = ctx.needs_input_grad
-    if grad_TD is None:
-        return (None,) * len(need)
-    if torch.is_grad_enabled():
-        # With respect to aliases: where one input depends on another (weights are routed from x), a gradient with
-        # respect to the inputs themselves would go down that path a second time.
-        inputs: list[Any] = [t if t is None else t.view_as(t) for t in (x_TD, w1, w3, w2, weight_S)]
-        wanted = [t for t, needed in zip(inputs, need[:5], strict=True) if t is not None and needed]
-        x_TD, w1, w3, w2, weight_S = inputs
-        y_TD = plain_experts(x_TD, w1, w3, w2, weight_S, token_S, count_e, ctx.weigh_before)
-        found = iter(torch.autograd.grad(y_TD, wanted, grad_TD, create_graph=True))
-        grads = [next(found) if needed else None for needed in need[:5]]
-    else:
-        every = stream_experts_backward(
-            grad_TD, x_TD, w1, w3, w2, weight_S, token_S, count_e, kept_2SF, ctx.weigh_before, any(need[1:4])
-        )
-        grads = [grad if needed else None for grad, needed in zip(every, need[:5], strict=True)]
-    return *grads, grad_TD if ctx.has_base else None, None, None, None, None
-
-
-def plain_experts(
-    x_TD: Tensor,
-    w1_eFD: Tensor,
-    w3_eFD: Tensor,
-    w2_eDF: Tensor,
-    weight_S: Tensor | None,
-    token_S: Tensor | None,
-    count_e: Tensor,
-    weigh_before: bool,
-) -> Tensor:
-    """The same by ops that can be differentiated any number of times."""
-    w1, w3, w2 = (w.to(x_TD.dtype) for w in (w1_eFD, w3_eFD, w2_eDF))
-    rows = x_TD if token_S is None else gather_rows(x_TD, token_S)
-    weight_S1 = None if weight_S is None else weight_S.to(x_TD.dtype).unsqueeze(1)
-    if weight_S1 is not None and weigh_before:
-        rows = rows * weight_S1
-    hidden = swiglu(grouped_matmul(rows, w1, count_e, "loop"), grouped_matmul(rows, w3, count_e, "loop"))
-    out = grouped_matmul(hidden, w2, count_e, "loop")
-    if weight_S1 is not None and not weigh_before:
-        out = out * weight_S1
-    return out if token_S is None else scatter_add_rows(out, token_S, x_TD.shape[0])
-
-
-stream_experts.register_autograd(_backward, setup_context=_save)
-
-
-class StreamKernel(Kernel):
+class StreamKernel(FusedKernel):
     counts_on_host = True
+    path = "experts.stream"
+    op = staticmethod(stream_experts)
 
     def suits(self, work: Work) -> Verdict:
         if work.device != "cpu":
             return Verdict(0, f"runs on CPUs, not on {work.device}")
         if work.experts != "swiglu":
             return Verdict(0, f"computes SwiGLU experts, not {work.experts!r} ones")
-        return Verdict(30, "rows stream through the cache, without copies of them")
-
-    def run(self, experts: "Experts", rows: Rows) -> Rows:
-        return self._on_rows(experts, rows) if rows.token_S is None else self._on_tokens(experts, rows)
-
-    @counted(lambda kernel, experts, rows: ["experts.stream", "experts.on_tokens", *rows.weighing(rows.x.dtype)])
-    def _on_tokens(self, experts: "Experts", rows: Rows) -> Rows:
-        y_TD, _ = stream_experts(
-            rows.x,
-            *experts.weights(),
-            rows.weight_S,
-            rows.onto_TD,
-            rows.token_S,
-            rows.counts.count_e,
-            rows.weigh_before,
-            torch.is_grad_enabled(),
-        )
-        return replace(rows, x=y_TD, is_combined=True)
-
-    @counted("experts.stream")
-    def _on_rows(self, experts: "Experts", rows: Rows) -> Rows:
-        keep, count_e, weight_R = torch.is_grad_enabled(), rows.counts.count_e, rows.weight_to_apply()
-        y_RD, _ = stream_experts(rows.tensor(), *experts.weights(), weight_R, None, None, count_e, False, keep)
-        return rows.output(y_RD, is_weighed=weight_R is not None)
+        return rounds_no_operands(work) or Verdict(30, "rows stream through the cache, without copies of them")

@@ -1,0 +1,60 @@
+"""Tile sizes of the Triton kernels, by architecture and dtype. Free of torch and of Triton.
+
+A tile has ROWS x COLUMNS results, and DEPTH elements of the summed dim at a time. Sizes are such that no kernel spills
+registers and none takes more shared memory than a device has (`tests/moe/test_triton_compile.py` compiles them all);
+nobody has timed them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Tile:
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
+KERNELS = ("gate_up", "rows", "weighed_rows", "hidden_gradient", "outer")
+SHARED_MEMORY = {"sm_80": 163 << 10, "sm_86": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
+"""Bytes of shared memory that one program may take."""
+FEW_ROWS = 48
+"""Rows of an expert, on average, up to which tiles have few rows."""
+COMBINED_COLUMNS = 1024
+"""Columns of a token that one program adds up."""
+
+_HALF = {
+    "gate_up": Tile(128, 64, 64, 8, 3),
+    "rows": Tile(128, 128, 64, 8, 3),
+    "weighed_rows": Tile(128, 128, 64, 8, 3),
+    "hidden_gradient": Tile(128, 64, 64, 8, 3),
+    "outer": Tile(128, 128, 64, 8, 3),
+}
+_TABLE: dict[str, dict[str, Tile]] = {
+    "sm_80": _HALF
+    | {
+        "rows": Tile(128, 64, 64, 8, 3),
+        "weighed_rows": Tile(128, 64, 64, 8, 3),
+        "hidden_gradient": Tile(128, 32, 64, 8, 3),
+    },
+    "sm_86": {kernel: Tile(64, 64, 32, 4, 3) for kernel in KERNELS} | {"hidden_gradient": Tile(64, 32, 32, 4, 3)},
+    "sm_90": _HALF | {"hidden_gradient": Tile(128, 32, 64, 8, 3)},
+    "sm_100": _HALF,
+    "gfx942": {kernel: Tile(tile.rows, tile.columns, 32, 8, 2) for kernel, tile in _HALF.items()},
+}
+_FLOAT32 = {kernel: Tile(64, 32, 32, 4, 2) for kernel in KERNELS} | {"gate_up": Tile(32, 32, 32, 4, 2)}
+_INTERPRETED = Tile(16, 16, 16, 1, 1)
+
+
+def tile_of(kernel: str, architecture: str, itemsize: int, rows_per_expert: int) -> Tile:
+    """The tile of a kernel for elements of this size; unknown architectures get small tiles."""
+    if architecture == "interpreter":
+        return _INTERPRETED
+    tile = _FLOAT32[kernel] if itemsize == 4 else _TABLE.get(architecture, _TABLE["sm_86"])[kernel]
+    if rows_per_expert > FEW_ROWS or kernel == "outer":  # whose rows are the weights'
+        return tile
+    return Tile(32, min(tile.columns, 32 if kernel == "gate_up" else 64), tile.depth, 4, tile.stages)

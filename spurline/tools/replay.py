@@ -1,0 +1,76 @@
+"""`spurline replay`: take a step of an earlier run again and say where it stops being finite. Torch-free until then."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from spurline import config_io
+from spurline.config_io import ConfigError
+from spurline.tools.console import complain
+from spurline.tools.parsing import UserPackage, described, load_user_code, parse, split_options
+from spurline.tools.train import raised_by_us
+
+PROG = "spurline replay"
+DESCRIPTION = """\
+Take a step of an earlier run again, on one process, with anomaly detection: says in
+which micro-batch, module and operation its numbers first stop being finite. RUN is a
+run folder; steps that were not finite are recorded in its bad_steps.jsonl.
+
+The step is taken from the newest checkpoint before it, or from the initial weights;
+the steps between are taken first.
+
+example
+  spurline replay outputs/my_run --step 1234"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """The options of `spurline replay`."""
+
+    step: Annotated[int, described("N")] = 0
+    """The step to take again."""
+    direct: Annotated[bool, tyro.conf.FlagCreatePairsOff, described()] = False
+    """Leave out the steps between the checkpoint and this one: fast, with weights that are a little older."""
+    sign_key_file: Annotated[str, described("FILE")] = ""
+    """Refuse a checkpoint that was not signed with this key (--checkpoint.sign_key_file of the run)."""
+    import_: UserPackage = ""
+
+
+def main(argv: list[str]) -> int:
+    """0: the step was taken again, finite or not."""
+    problems = load_user_code(argv)
+    before, _ = split_options(argv)
+    command, not_understood = parse(Command, Command(), argv[len(before) :], f"{PROG} RUN", DESCRIPTION)
+    problems += not_understood
+    if len(before) != 1:
+        got = f", got {' '.join(map(repr, before))}" if before else ""
+        problems.append(f"expected one run folder first, as in {PROG} outputs/my_run --step N{got}")
+    if not problems and command.step < 1:
+        problems.append("--step is missing: which step to take again, counted from 1")
+    if problems:
+        return complain(PROG, problems)
+    try:
+        folder = Path(before[0])
+        _, _, config = config_io.load(folder / "config.json")
+
+        from spurline.train.checkpoint.signature import read_key
+        from spurline.train.replay import replay  # imports torch
+
+        replay(folder, config, command.step, print, command.direct, read_key(command.sign_key_file))
+    except ConfigError as error:
+        return complain(PROG, error.problems)
+    except ValueError as error:
+        if not raised_by_us(error):
+            raise
+        return complain(PROG, [str(error)])
+    except OSError as error:
+        return complain(PROG, [f"{error.filename or before[0]}: {error.strerror or error}"])
+    except KeyboardInterrupt:
+        print(f"\n{PROG}: interrupted", file=sys.stderr)
+        return 130
+    return 0

@@ -1,0 +1,89 @@
+"""What makes a run the run it is: the options and the data that change its numbers. Free of torch.
+
+A checkpoint stores it, and a run that resumes is compared with it. An option that neither of the two lists below has is
+compared, so a new one is on the safe side.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from spurline.config import RunConfig
+from spurline.data import DataSets
+from spurline.typed_json import shown
+
+FREE = (
+    # Where the run writes, what it writes, and who looks at it.
+    *("job.*", "checkpoint.*", "metrics.*", "profile.*"),
+    # How the same numbers are computed: ranks, devices, compilation, recomputation.
+    *("parallelism.*", "comm.*", "compile.*", "activation_checkpoint.*"),
+    *("training.local_batch_size", "training.threads", "training.keep_freed_memory", "training.device"),
+    *("training.on_bad_step", "training.max_bad_steps", "training.on_loss_spike", "training.loss_spike_*"),
+    "training.max_step_backs",
+    *("debug.stop_after", "debug.deterministic", "debug.separate_expert_units"),
+    "debug.check_replicas_interval",
+    # Where the data is: its content is compared.
+    *("data.path", "data.pattern", "data.text_field"),
+    # How experts are computed and reached; loading the model reports these.
+    *("model.moe.experts_backend", "model.moe.dispatcher", "model.moe.check_exchange", "model.moe.equal_split*"),
+)
+"""Options that may change without a word."""
+REPORTED = ("training.steps", "training.global_batch_size")
+"""Options that may change, and are then reported: they bend the learning rate's course, or the noise of a step."""
+
+
+def fingerprint(config: RunConfig[Any], global_batch_size: int, data: DataSets) -> dict[str, Any]:
+    """Options and data that change the run, by dotted name, as JSON returns them."""
+    content = {
+        **_flat(dataclasses.asdict(config)),
+        "training.global_batch_size": global_batch_size,  # by default it follows from the ranks
+        "data.tokenizer": data.tokenizer.fingerprint,
+        "data.num_documents": data.num_documents,
+        "data.num_tokens": data.num_tokens,
+        "data.content": data.fingerprint(),
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(content))
+    return {name: value for name, value in plain.items() if not _is_one_of(name, FREE)}
+
+
+def check_fingerprint(
+    stored: object, current: Mapping[str, Any], step: int, allow_changes: bool, say: Callable[[str], None]
+) -> None:
+    """Compare what the checkpoint of `step` stores with the present run: a ValueError lists what differs.
+
+    What may differ is said. Checkpoints of earlier versions store nothing and are taken as they are, and options that
+    only one of the two versions knows are not compared.
+    """
+    if not isinstance(stored, dict):
+        return
+    changed = [name for name in current if name in stored and stored[name] != current[name]]
+    lines = {name: f"{name}: {shown(stored[name])} -> {shown(current[name])}" for name in changed}
+    refused = [line for name, line in lines.items() if not _is_one_of(name, REPORTED)]
+    if refused and not allow_changes:
+        raise ValueError(
+            "\n".join(
+                [
+                    f"the checkpoint of step {step} is of a run with other options or data:",
+                    *(f"  {line}" for line in refused),
+                    "set them as they were, accept the changes with --job.allow_changes, or start anew in another"
+                    " --job.dump_folder",
+                ]
+            )
+        )
+    for line in lines.values():
+        say(f"changed since the checkpoint of step {step}: {line}")
+
+
+def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in section.items():
+        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return found
+
+
+def _is_one_of(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)

@@ -1,0 +1,91 @@
+"""Where a run takes its first weights from: a Hugging Face folder, a run, or one checkpoint. Free of torch."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from spurline.config import RunConfig
+from spurline.config_io import ConfigError, load
+from spurline.hf.settings import CONFIG, model_differences, read_folder_model, read_json
+from spurline.train.checkpoint.folder import CheckpointFolder
+from spurline.train.checkpoint.record import RECORD
+
+OPTION = "checkpoint.initial_load_path"
+
+
+@dataclass(frozen=True)
+class WeightSource:
+    """The folder of checkpoint.initial_load_path, and what it is."""
+
+    path: Path
+    kind: Literal["hugging_face", "checkpoint"]
+    run_folder: Path | None = None
+    """Of a checkpoint."""
+    step: int | None = None
+    """Of the checkpoint."""
+
+    @property
+    def name(self) -> str:
+        return (self.run_folder or self.path).resolve().name
+
+
+def find_source(path: str) -> WeightSource:
+    """What the folder is; a ValueError of one line if no weights can be taken from it."""
+    folder = Path(os.path.expanduser(path))
+    if not folder.is_dir():
+        raise ValueError(f"{OPTION} {path}: there is no such folder")
+    if (folder / RECORD).is_file():  # RUN/checkpoints/step-00000100
+        steps = {CheckpointFolder(folder.parent.parent).at(step).name: step for step in _steps(folder.parent.parent)}
+        if folder.resolve().name not in steps:
+            raise ValueError(f"{OPTION} {path} is not in the folder checkpoints of a run: give one as it was written")
+        return WeightSource(folder, "checkpoint", folder.parent.parent, steps[folder.resolve().name])
+    if steps_of_run := _steps(folder):
+        return WeightSource(folder, "checkpoint", folder, steps_of_run[-1])
+    if not (folder / CONFIG).is_file():
+        raise ValueError(f"{OPTION} {path} has no {CONFIG}: give a Hugging Face folder, a run or a checkpoint")
+    if "module" in read_json(folder / CONFIG):
+        raise ValueError(f"{OPTION} {path} is a run without a complete checkpoint: train it with --checkpoint.enable")
+    return WeightSource(folder, "hugging_face")
+
+
+def _steps(run_folder: Path) -> list[int]:
+    return CheckpointFolder(run_folder).steps()
+
+
+def has_own_checkpoint(config: RunConfig[Any]) -> bool:
+    """Whether the run is going to resume, so that other weights are of no use."""
+    return config.checkpoint.enable and bool(CheckpointFolder(config.job.dump_folder).steps())
+
+
+def initial_load_problems(config: RunConfig[Any]) -> list[str]:
+    """Why the run can't start from the weights of its option, as far as it is known without reading them."""
+    path = config.checkpoint.initial_load_path
+    if not path or has_own_checkpoint(config):
+        return []
+    try:
+        source = find_source(path)
+        if source.run_folder is not None and source.run_folder.resolve() == Path(config.job.dump_folder).resolve():
+            return [f"{OPTION} {path} is the run folder itself: choose another --job.dump_folder"]
+        theirs = _model_of(source)
+    except ConfigError as error:
+        return error.problems
+    except ValueError as error:
+        return [str(error)]
+    differences = model_differences(theirs, config.model) if theirs is not None else []
+    if not differences:
+        return []
+    return [
+        f"{OPTION} {path} is of another model: {'; '.join(differences)}."
+        " Omit --module, --config and these options to take the model from the folder"
+    ]
+
+
+def _model_of(source: WeightSource) -> Any:
+    if source.kind == "hugging_face":
+        return read_folder_model(source.path).model
+    assert source.run_folder is not None
+    of_run = source.run_folder / CONFIG
+    return load(of_run)[2].model if of_run.is_file() else None

@@ -1,0 +1,289 @@
+"""Take a step of an earlier run again, on one process, and say where its numbers first stop being finite."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spurline.config import ActivationCheckpoint, Compile, Parallelism, RunConfig
+from spurline.data.batch import Batch
+from spurline.models.common.init import initialize_parameters
+from spurline.moe.balance import set_token_weight
+from spurline.train.bad_steps import BAD_STEPS_FILE
+from spurline.train.checkpoint.folder import CheckpointFolder
+from spurline.train.checkpoint.manager import CheckpointManager
+from spurline.train.fingerprint import check_fingerprint
+from spurline.train.optimizer.clip import gradient_norms
+from spurline.train.position import Position, stored_position
+from spurline.train.trainer import Trainer, make_trainer
+from spurline.untrusted import lines, open_regular, parse_json
+
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """Where the batch of a step is in the data, and how it was split."""
+
+    step: int
+    first_sequence: int
+    global_batch_size: int
+    local_batch_size: int
+    data_ranks: int
+
+    def micro_batches(self) -> Iterator[tuple[str, int]]:
+        """The name and the first sequence of each micro-batch, in the order of the data."""
+        for number, start in enumerate(range(0, self.global_batch_size, self.local_batch_size)):
+            name = f"micro-batch {number // self.data_ranks + 1}"
+            rank = f" of data rank {number % self.data_ranks}" if self.data_ranks > 1 else ""
+            yield name + rank, self.first_sequence + start
+
+
+def replay(
+    run_folder: Path,
+    config: RunConfig[Any],
+    step: int,
+    say: Callable[[str], None],
+    direct: bool = False,
+    sign_key: bytes | None = None,
+) -> bool:
+    """Take `step` of the run again from the newest checkpoint before it; returns whether all of it is finite.
+
+    The steps between are taken first, or left out with `direct`.
+    """
+    recorded = read_recorded_step(run_folder, step)
+    checkpoints = CheckpointManager(run_folder, 1, 0, sign_key=sign_key)
+    before = [number for number in CheckpointFolder(run_folder, sign_key).steps() if number < step]
+    trainer = make_trainer(on_one_process(config, recorded), draw_weights=False)
+    if before:
+        start = load(trainer, checkpoints, before[-1], say)
+        from_what = f"the checkpoint of step {start.step}"
+    else:
+        initialize_parameters(trainer.model, config.training.seed)
+        start, from_what = Position(), "the initial weights"
+    trainer.resume_at(start)
+    say(f"from {from_what}: {trainer.data.num_tokens:,} tokens of data, {config.training.dtype} on {trainer.device}")
+    if step - 1 > start.step and not direct:
+        say(f"taking steps {start.step + 1} to {step - 1}")
+        for number in range(start.step + 1, step):
+            loss = trainer.step(number).loss.item()
+            if not math.isfinite(loss):
+                say(f"step {number}: the loss is {loss}, and its update is left out")
+    recorded = recorded or RecordedStep(
+        step,
+        trainer.first_sequence(step),
+        trainer.global_batch_size,
+        trainer.config.training.local_batch_size,
+        1,
+    )
+    first, last = recorded.first_sequence, recorded.first_sequence + recorded.global_batch_size - 1
+    say(f"step {step}: sequences {first} to {last}, in micro-batches of {recorded.local_batch_size}")
+    return examine(trainer, recorded, say)
+
+
+def on_one_process(config: RunConfig[Any], recorded: RecordedStep | None) -> RunConfig[Any]:
+    """The same run without ranks, compilation and recomputation, and with the batches of the recorded step."""
+    training = replace(config.training, on_bad_step="skip", max_bad_steps=2**31)
+    if recorded is not None:
+        training = replace(
+            training,
+            steps=max(training.steps, recorded.step),
+            local_batch_size=recorded.local_batch_size,
+            global_batch_size=recorded.global_batch_size,
+        )
+    return replace(
+        config,
+        training=training,
+        parallelism=Parallelism(),
+        compile=Compile(),
+        activation_checkpoint=ActivationCheckpoint(),
+        metrics=replace(config.metrics, layer_times=False),
+    )
+
+
+def load(trainer: Trainer, checkpoints: CheckpointManager, step: int, say: Callable[[str], None]) -> Position:
+    """Load the checkpoint of `step`, and say what of options and data has changed since it was written."""
+    extra = checkpoints.load(step, trainer.model, trainer.optimizer)
+    check_fingerprint(extra.get("run"), trainer.fingerprint(), step, allow_changes=True, say=say)
+    checkpoints.restore_random(step, trainer.config.training.seed)
+    return stored_position(step, extra, trainer.global_batch_size, None)
+
+
+def read_recorded_step(run_folder: Path, step: int) -> RecordedStep | None:
+    """What bad_steps.jsonl says of a step, the last time that it was bad; None if it is not there."""
+    path, found = run_folder / BAD_STEPS_FILE, None
+    try:
+        with open_regular(path) as file:
+            for number, line in enumerate(lines(file), 1):
+                recorded = _recorded(parse_json(line))
+                if recorded is None:
+                    raise ValueError(f"line {number} is not the record of a step")
+                found = recorded if recorded.step == step else found
+    except FileNotFoundError:
+        return None
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{path}: {error}") from None
+    return found
+
+
+def _recorded(content: Any) -> RecordedStep | None:
+    names = [field.name for field in dataclasses.fields(RecordedStep)]
+    found = [content.get(name) for name in names] if isinstance(content, dict) else []
+    numbers = [number for number in found if type(number) is int and 0 <= number < 2**53]
+    if len(numbers) < len(names) or 0 in numbers[2:]:
+        return None
+    return RecordedStep(*numbers)
+
+
+def examine(trainer: Trainer, recorded: RecordedStep, say: Callable[[str], None]) -> bool:
+    """Forward and backward of all micro-batches of a step, watched; returns whether everything is finite."""
+    size, model = recorded.local_batch_size, trainer.model
+    batches = [
+        (name, trainer.data.train.batch(start, size).to(trainer.device)) for name, start in recorded.micro_batches()
+    ]
+    num_tokens = trainer.count_tokens(batch.labels_BL for _, batch in batches)
+    set_token_weight(model, 1 / num_tokens)
+    trainer.optimizer.zero_grad()
+    is_finite = True
+    for name, batch in batches:
+        with Watch(model) as watch:
+            loss = trainer.loss_of(batch) / num_tokens
+            loss.backward()
+        found = [*watch.findings(), *_not_finite_gradients(model)]
+        value = loss.item() * num_tokens.item() / max(1, int(trainer.count_tokens([batch.labels_BL])))
+        say(f"{name}: loss {value:.4g}{'' if found or not math.isfinite(value) else ', finite'}")
+        for line in found:
+            say(f"  {line}")
+        if found or not math.isfinite(value):
+            is_finite = False
+            if operation := anomaly(trainer, batch, num_tokens):
+                say(f"  {operation}")
+            break  # the others would add to gradients that are not finite
+    if is_finite:
+        norm = torch.linalg.vector_norm(gradient_norms(model.parameters())).item()
+        say(f"all micro-batches: the gradient norm is {norm:.4g}")
+        is_finite = math.isfinite(norm)
+        if is_finite:
+            say(
+                "the step is finite here: what happened depends on the ranks (the order of sums, rows that travel), or"
+                " was a fault of memory or of a device"
+            )
+    trainer.optimizer.zero_grad()
+    return is_finite
+
+
+class Watch:
+    """Within this context, notes where values of a forward and a backward pass first stop being finite."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._handles: list[Any] = []
+        self._forward = ""
+        self._backward = ""
+        self._last_finite = ""
+
+    def __enter__(self) -> Watch:
+        for name, module in self._model.named_modules():
+            self._handles.append(module.register_forward_hook(self._after_forward(name, module)))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def findings(self) -> list[str]:
+        return [line for line in (self._forward, self._backward) if line]
+
+    def _after_forward(self, name: str, module: nn.Module) -> Callable[..., None]:
+        what = f"{name} ({type(module).__name__})" if name else type(module).__name__
+
+        def look(module: nn.Module, args: Any, output: Any) -> None:
+            values = list(tensors_in(output))
+            if not self._forward and not all(map(_is_finite, values)):
+                inputs = list(tensors_in(args))
+                largest = max((_largest_finite(value) for value in inputs), default=0.0)
+                finite = "finite" if all(map(_is_finite, inputs)) else "not finite either"
+                self._forward = (
+                    f"forward: the output of {what} is the first that is not finite; its input is {finite},"
+                    f" of magnitude {largest:.3g} at most; its weights are {_weights(module)}"
+                )
+            for value in values:
+                if value.requires_grad:
+                    value.register_hook(lambda grad: self._look_at_gradient(what, grad))
+
+        return look
+
+    def _look_at_gradient(self, what: str, grad: Tensor) -> None:
+        if self._backward:
+            return
+        if _is_finite(grad):
+            self._last_finite = f"{what}, of magnitude {_largest_finite(grad):.3g} at most"
+        else:
+            after = f"; the one before it was that of {self._last_finite}" if self._last_finite else ""
+            self._backward = f"backward: the gradient of the output of {what} is the first that is not finite{after}"
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The floating-point tensors in what a module takes or returns."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        yield from tensors_in(list(value.values()))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield from tensors_in([getattr(value, field.name) for field in dataclasses.fields(value)])
+
+
+def anomaly(trainer: Trainer, batch: Batch, num_tokens: Tensor) -> str:
+    """Which operation of the backward pass is the first to return a NaN, and the line of its forward call; or ""."""
+    trainer.optimizer.zero_grad()
+    with warnings.catch_warnings(record=True) as caught, torch.autograd.detect_anomaly(check_nan=True):
+        warnings.simplefilter("always")
+        try:
+            (trainer.loss_of(batch) / num_tokens).backward()
+        except RuntimeError as error:
+            traces = [str(warning.message) for warning in caught if "Traceback of forward call" in str(warning.message)]
+            places = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', traces[-1]) if traces else []
+            ours = [place for place in places if "/torch/" not in place[0] and "replay.py" not in place[0]]
+            called = f", called in {ours[-1][2]} ({ours[-1][0]}:{ours[-1][1]})" if ours else ""
+            return f"anomaly detection: {str(error).partition(chr(10))[0]}{called}"
+    return ""
+
+
+def _not_finite_gradients(model: nn.Module) -> list[str]:
+    names = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None and not _is_finite(parameter.grad)
+    ]
+    if not names:
+        return []
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return [f"gradients that are not finite, the last layers first: {', '.join(names[::-1][:_SHOWN])}{more}"]
+
+
+def _is_finite(value: Tensor) -> bool:
+    return bool(value.detach().isfinite().all())
+
+
+def _largest_finite(value: Tensor) -> float:
+    finite = value.detach()[value.detach().isfinite()]
+    return finite.abs().max().item() if finite.numel() else 0.0
+
+
+def _weights(module: nn.Module) -> str:
+    largest = max((_largest_finite(parameter) for parameter in module.parameters()), default=0.0)
+    is_finite = all(map(_is_finite, module.parameters()))
+    return f"{'finite' if is_finite else 'not finite'}, of magnitude {largest:.3g} at most"

@@ -1,0 +1,76 @@
+"""Which layers multiply in 8 bits: chosen by name, listed, and refused where they can't."""
+
+import re
+
+import pytest
+import torch
+
+from spurline.config import Precision
+from spurline.parallel import precision
+from spurline.parallel.precision import convert_layers, converted_layers
+from spurline.testing.tiny import tiny_model
+
+CPU = torch.device("cpu")
+
+
+def build(section: Precision, device: torch.device = CPU) -> torch.nn.Module:
+    with torch.device("meta"):
+        model = tiny_model().build()
+    convert_layers(model, section, device)
+    return model
+
+
+def test_by_default_blocks_are_converted_and_nothing_else() -> None:
+    model = build(Precision(recipe="float8"))
+    found = converted_layers(model)
+    assert found["layers.*.moe.experts"] == found["layers.*.moe.shared_experts"] == 2
+    assert found["layers.*.attention.wo"] == 3
+    kinds = {type(module).__name__ for module in model.modules() if getattr(module, "precision", None)}
+    assert kinds == {"Linear", "SwiGLUExperts", "SharedExperts"}
+    assert not any(name.startswith(("output", "embedding")) or "router" in name for name in found)
+
+
+def test_without_a_recipe_nothing_is_converted() -> None:
+    assert not converted_layers(build(Precision()))
+
+
+def test_patterns_choose_layers_by_name() -> None:
+    found = converted_layers(build(Precision(recipe="mxfp8", layers=("*.experts|output", "layers.1.attention.wo"))))
+    assert found == {"layers.*.moe.experts": 2, "output": 1, "layers.*.attention.wo": 1}
+
+
+@pytest.mark.parametrize("pattern", ["lm_head", "layers.*.router", "norm", "layers.7.*"])
+def test_a_pattern_without_a_layer_is_an_error(pattern: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"precision.layers {pattern!r} names no layer")):
+        build(Precision(recipe="float8", layers=("layers.*", pattern)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "lacks", "complaint"),
+    [
+        ({}, "needs compute capability 9.x", "precision.recipe float8 needs compute capability 9.x"),
+        ({"grad_dtype": "e5m2"}, "", "gradients of e4m3 on an accelerator, not e5m2"),
+        ({"layers": ("*.experts",)}, "", "needs widths that are multiples of 16"),
+    ],
+)
+def test_what_an_accelerator_lacks_is_told(monkeypatch, changes: dict, lacks: str, complaint: str) -> None:
+    monkeypatch.setattr(precision, "lacks_8_bit_products", lambda device, recipe: lacks)
+    with torch.device("meta"):
+        model = tiny_model(dim=24).build()
+    with pytest.raises(ValueError, match=complaint):
+        convert_layers(model, Precision(recipe="float8", **changes), torch.device("xpu"))
+
+
+def test_without_torchao_the_line_says_what_to_install(monkeypatch) -> None:
+    monkeypatch.setattr(precision, "lacks_8_bit_products", lambda device, recipe: "")
+    monkeypatch.setattr(precision, "has_torchao", lambda: False)
+    with pytest.raises(ValueError, match="pip install 'spurline\\[lowprecision\\]'"):
+        build(Precision(recipe="float8"), torch.device("xpu"))
+
+
+def test_emulation_on_an_accelerator_needs_neither(monkeypatch) -> None:
+    monkeypatch.setattr(precision, "lacks_8_bit_products", lambda device, recipe: "nothing")
+    model = build(Precision(recipe="mxfp8", emulate=True), torch.device("xpu"))
+    converted = [module.precision for module in model.modules() if getattr(module, "precision", None)]
+    assert converted
+    assert not any(precision.native for precision in converted)

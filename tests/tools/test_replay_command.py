@@ -1,0 +1,133 @@
+"""`spurline replay` takes a step again and finds the place where it stops being finite."""
+
+import json
+import re
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+
+from spurline.config import Job
+from spurline.models.common.feed_forward import FeedForward
+from spurline.testing.tiny import tiny_run, write_words
+from spurline.train.run import train
+from spurline.train.trainer import Trainer
+
+
+@pytest.fixture
+def config(tmp_path):
+    (tmp_path / "text").mkdir()
+    return tiny_run(
+        write_words(tmp_path / "text"),
+        job=Job(str(tmp_path / "run")),
+        training={"local_batch_size": 2, "global_batch_size": 4},
+        checkpoint={"enable": True, "interval": 2},
+        metrics={"validation_batches": 0, "sample_tokens": 0, "tensorboard": False},
+    )
+
+
+def run(config):
+    train("deepseek_v3", "deepseek_v3_debugmodel", config)
+
+
+def test_a_forward_pass_that_overflows_is_followed_to_the_first_module(spurline, config, tmp_path, capsys):
+    rate = replace(config.optimizer, lr=1e38)
+    schedule = replace(config.lr_scheduler, warmup_steps=0, decay_ratio=0.0)
+    with pytest.raises(ValueError, match=r"step 2: .*`spurline replay .*run --step 2` looks for the place"):
+        run(replace(config, optimizer=rate, lr_scheduler=schedule))
+    capsys.readouterr()
+    code, out, err = spurline("replay", "run", "--step", "2")
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0].startswith("from the initial weights: ")
+    assert lines[1:3] == ["taking steps 1 to 1", "step 2: sequences 4 to 7, in micro-batches of 2"]
+    assert lines[3] == "micro-batch 1: loss nan"
+    where = r"  forward: the output of (\S+) \(\w+\) is the first that is not finite; its input is (.*)"
+    found = re.fullmatch(where, lines[4])
+    # The update of step 1 was finite, and the weights that it led to are not.
+    assert found[1] == "embedding"
+    assert re.fullmatch(
+        r"finite, of magnitude 0 at most; its weights are not finite, of magnitude .* at most", found[2]
+    )
+
+
+def test_an_operation_whose_gradient_alone_is_not_finite_is_named_with_its_line(spurline, config, tmp_path):
+    right = FeedForward.forward
+
+    def square_root_of_zero(self, x):
+        y = right(self, x)
+        return y + torch.sqrt(y * 0)
+
+    with mock.patch.object(FeedForward, "forward", square_root_of_zero):
+        with pytest.raises(ValueError, match=r"step 1: .*its loss is finite, its gradient is not"):
+            run(config)
+        code, out, _ = spurline("replay", "run", "--step", "1")
+    assert code == 0
+    assert "forward:" not in out
+    assert "micro-batch 1: loss 5." in out
+    assert "  backward: the gradient of the output of layers.0." in out
+    assert "; the one before it was that of layers.0.feed_forward (FeedForward), of magnitude " in out
+    assert re.search(r"anomaly detection: Function 'MulBackward0' returned nan values .*in square_root_of_zero \(", out)
+    assert "gradients that are not finite, the last layers first: layers.0.feed_forward." in out
+
+
+def test_a_step_that_is_finite_is_taken_as_it_was_from_the_checkpoint_before_it(spurline, config, tmp_path):
+    run(config)
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    code, out, _ = spurline("replay", "run", "--step", "6")
+    assert code == 0
+    assert "from the checkpoint of step 4" in out
+    assert "taking steps 5 to 5\nstep 6: sequences 20 to 23, in micro-batches of 2" in out
+    assert f"all micro-batches: the gradient norm is {records[5]['grad_norm']:.4g}\nthe step is finite here" in out
+    direct = spurline("replay", "run", "--step", "6", "--direct").out
+    assert "taking steps" not in direct
+    assert f"the gradient norm is {records[5]['grad_norm']:.4g}\n" not in direct
+
+
+def test_the_micro_batch_of_a_rank_is_found_among_those_of_all_ranks(spurline, config, tmp_path):
+    run(config)
+    recorded = {"step": 3, "first_sequence": 16, "global_batch_size": 8, "local_batch_size": 2, "data_ranks": 2}
+    (tmp_path / "run" / "bad_steps.jsonl").write_text(json.dumps(recorded) + "\n")
+    loss_of, asked = Trainer.loss_of, []
+
+    def poisoned(self, batch):
+        # Of 8 sequences from 16 on, rank 1 has 18 and 19 in its first micro-batch, 22 and 23 in its second one.
+        asked.append(torch.equal(batch.tokens_BL, self.data.train.batch(22, 2).tokens_BL))
+        return loss_of(self, batch) * (float("nan") if asked[-1] else 1)
+
+    with mock.patch.object(Trainer, "loss_of", poisoned):
+        out = spurline("replay", "run", "--step", "3").out
+    assert "step 3: sequences 16 to 23, in micro-batches of 2\n" in out
+    assert "\nmicro-batch 2 of data rank 0: loss 5." in out
+    assert "\nmicro-batch 2 of data rank 1: loss nan\n" in out
+    assert any(asked)
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["run"], "--step is missing"),
+        (["--step", "1"], "expected one run folder first"),
+        (["nowhere", "--step", "1"], "nowhere/config.json: can't read"),
+    ],
+)
+def test_wrong_use_is_one_line(spurline, argv, told):
+    code, out, err = spurline("replay", *argv)
+    assert (code, out) == (2, "")
+    assert err.startswith("spurline replay: ")
+    assert told in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("content", ["[]", "{", '{"step": 1}', '{"step": 1, "first_sequence": -1}'])
+def test_a_damaged_record_is_one_line(spurline, config, tmp_path, content):
+    from spurline import config_io
+
+    (tmp_path / "run").mkdir()
+    config_io.save(tmp_path / "run" / "config.json", "deepseek_v3", "deepseek_v3_debugmodel", config)
+    (tmp_path / "run" / "bad_steps.jsonl").write_text(content)
+    code, _, err = spurline("replay", "run", "--step", "1")
+    assert code == 2
+    assert "run/bad_steps.jsonl: " in err
+    assert len(err.splitlines()) == 1
