@@ -3,6 +3,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from spurline.config import (
+    ActivationCheckpoint,
     Checkpoint,
     Compile,
     Data,
@@ -59,6 +60,28 @@ def test_defaults_are_sound():
         (
             {"parallelism": Parallelism(expert_parallel_degree=0)},
             "parallelism.expert_parallel_degree must be positive, got 0",
+        ),
+        (
+            {
+                "parallelism": Parallelism(pipeline_parallel_degree=2, pipeline_parallel_schedule="ZBV"),
+                "compile": Compile(enable=True),
+            },
+            "parallelism.pipeline_parallel_schedule ZBV computes gradients of inputs and of weights in two passes,"
+            " which compiled blocks can't: use 1F1B or Interleaved1F1B",
+        ),
+        (
+            {
+                "parallelism": Parallelism(pipeline_parallel_degree=2, pipeline_parallel_schedule="DualPipeV"),
+                "activation_checkpoint": ActivationCheckpoint("full"),
+            },
+            "parallelism.pipeline_parallel_schedule DualPipeV computes gradients of inputs and of weights in two"
+            " passes, which would recompute each block twice: use 1F1B or Interleaved1F1B, or"
+            " activation_checkpoint.mode none",
+        ),
+        (
+            {"parallelism": Parallelism(pipeline_parallel_degree=2, fsdp_reduce_each_micro_batch=True)},
+            "parallelism.fsdp_reduce_each_micro_batch is not for pipeline stages, which reduce gradients at the end of"
+            " a step",
         ),
         (
             {"parallelism": Parallelism(data_parallel_shard_degree=0)},

@@ -93,6 +93,22 @@ class _CopyToGroup(Function):
         return _all_reduce(grad, ctx.group), None
 
 
+def all_to_all_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Send part r of dim 0 to rank r: (size, ..) -> (size, ..), by the rank that sent it. Mirror: itself."""
+    return x if group_size(group) == 1 else _AllToAll.apply(x, group)
+
+
+class _AllToAll(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _all_to_all(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _all_to_all(grad, ctx.group), None
+
+
 def split_sequence(x: Tensor, shard: SequenceShard, group: dist.ProcessGroup, dim: int) -> Tensor:
     """This rank's real positions of a tensor that every rank has: (.., L, ..) -> (.., l, ..). Mirror: join_sequence."""
     return x if group_size(group) == 1 else _SplitSequence.apply(x, shard, group, dim % x.dim())
@@ -177,3 +193,8 @@ def _reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
 
 def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _wait(_ops.all_reduce(x.contiguous(), "sum", group.group_name))
+
+
+def _all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    splits = [1] * group.size()
+    return _wait(_ops.all_to_all_single(x.contiguous(), splits, splits, group.group_name))

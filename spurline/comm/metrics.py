@@ -80,6 +80,10 @@ class ReducedMetrics:
     def __init__(self, offered: list[Offered], packed_N: Tensor) -> None:
         self._offered, self._packed_N = offered, packed_N
 
+    def reductions(self) -> dict[str, Reduction]:
+        """How the numbers of the whole model are reduced, by name."""
+        return {name: metric.reduction for name, _, metric in self._offered if not metric.per_layer}
+
     def read(self) -> dict[str, Any]:
         """The metrics as they stand in a line of metrics.jsonl.
 
@@ -118,6 +122,30 @@ def reduce_metrics(offered: Iterable[Offered], group: dist.ProcessGroup | None =
         ]
         packed_N = _all_reduce_packed(packed_N, numels, group)
     return ReducedMetrics(ordered, packed_N)
+
+
+def join_records(record: dict[str, Any], reductions: dict[str, Reduction], group: dist.ProcessGroup) -> dict[str, Any]:
+    """The records of ranks with different modules as one, on all of them.
+
+    Numbers of the whole model are reduced by `reductions`; what has none is the same on all ranks that have it.
+    """
+    gathered: list[Any] = [None] * group.size()
+    dist.all_gather_object(gathered, (record, reductions), group=group)
+    joined: dict[str, Any] = {}
+    for one, _ in gathered:
+        _join(joined, one)
+    for name, reduction in {name: how for _, known in gathered for name, how in known.items()}.items():
+        values = [one[name] for one, known in gathered if name in known]
+        joined[name] = _reduce_on_host(reduction, values)
+    return joined
+
+
+def _join(into: dict[str, Any], other: dict[str, Any]) -> None:
+    for key, value in other.items():
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            _join(into[key], value)
+        else:
+            into.setdefault(key, value)
 
 
 def _exact_dtype(device: torch.device) -> torch.dtype:

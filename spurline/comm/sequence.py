@@ -1,7 +1,8 @@
 """Virtual padding: how a sequence is shared by ranks that do not divide its length."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -55,12 +56,91 @@ class SequenceShard:
     def pad(self, x: Tensor, dim: int) -> Tensor:
         """This rank's real positions, then zeros for its virtual ones: (.., num_real, ..) -> (.., per_rank, ..)."""
         assert x.size(dim) == self.num_real, f"dim {dim} of {tuple(x.shape)} is not num_real {self.num_real}"
-        if self.num_virtual == 0:
-            return x
-        dims_after = x.dim() - 1 - dim % x.dim()
-        return F.pad(x, [0, 0] * dims_after + [0, self.num_virtual])
+        return _pad_end(x, dim, self.num_virtual)
 
     def trim(self, x: Tensor, dim: int) -> Tensor:
         """The whole sequence out of all ranks' padded shards, a view: (.., padded_length, ..) -> (.., length, ..)."""
         assert x.size(dim) == self.padded_length, f"dim {dim} of {tuple(x.shape)} is not {self.padded_length}"
         return x if self.padded_length == self.length else x.narrow(dim, 0, self.length)
+
+
+@dataclass(frozen=True)
+class HeadTailShard:
+    """The positions of a sequence of `length` that rank `rank` of `size` has: a chunk of its head, one of its tail.
+
+    Under a causal mask a position costs as much as there are positions before it. Of 2 * size chunks a rank has number
+    `rank` from the front and number `rank` from the back, so that all ranks have the same work. Lengths that 2 * size
+    does not divide end in virtual positions, as in SequenceShard; a rank's positions go up, but are not contiguous.
+    """
+
+    length: int
+    size: int
+    rank: int
+    positions_per_chunk: int = 0
+    """Real and virtual ones; 0: as few as hold the length."""
+
+    @property
+    def per_chunk(self) -> int:
+        return self.positions_per_chunk or SequenceShard(self.length, 2 * self.size, 0).per_rank
+
+    @property
+    def ranges(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Start and stop of this rank's real positions in its two chunks."""
+        starts = self.rank * self.per_chunk, (2 * self.size - 1 - self.rank) * self.per_chunk
+        head, tail = ((min(start, self.length), min(start + self.per_chunk, self.length)) for start in starts)
+        return head, tail
+
+    @property
+    def num_real(self) -> int:
+        return sum(stop - start for start, stop in self.ranges)
+
+    def of_rank(self, rank: int) -> "HeadTailShard":
+        return replace(self, rank=rank)
+
+    def shortened(self, by: int) -> "HeadTailShard":
+        """The same chunks of a sequence that ends so many positions earlier: a rank keeps the first of its own."""
+        return replace(self, length=self.length - by, positions_per_chunk=self.per_chunk)
+
+    def positions(self, device: torch.device) -> Tensor:
+        """This rank's real positions: (num_real,)."""
+        return torch.cat([torch.arange(start, stop, device=device) for start, stop in self.ranges])
+
+    def shard(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's real positions of the whole sequence: (.., length, ..) -> (.., num_real, ..)."""
+        assert x.size(dim) == self.length, f"dim {dim} of {tuple(x.shape)} is not the length {self.length}"
+        return torch.cat([x.narrow(dim, start, stop - start) for start, stop in self.ranges], dim)
+
+    def pad(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's positions, each chunk with its virtual ones: (.., num_real, ..) -> (.., 2 * per_chunk, ..)."""
+        assert x.size(dim) == self.num_real, f"dim {dim} of {tuple(x.shape)} is not num_real {self.num_real}"
+        if self.num_real == 2 * self.per_chunk:
+            return x
+        parts = x.split([stop - start for start, stop in self.ranges], dim)
+        return torch.cat([_pad_end(part, dim, self.per_chunk - part.size(dim)) for part in parts], dim)
+
+    def trim(self, x: Tensor, dim: int) -> Tensor:
+        """The inverse of `pad`: (.., 2 * per_chunk, ..) -> (.., num_real, ..)."""
+        if self.num_real == 2 * self.per_chunk:
+            return x
+        chunks = x.split(self.per_chunk, dim)
+        parts = zip(chunks, self.ranges, strict=True)
+        return torch.cat([chunk.narrow(dim, 0, stop - start) for chunk, (start, stop) in parts], dim)
+
+    def in_order(self, x: Tensor, dim: int) -> Tensor:
+        """The whole sequence out of all ranks' padded shards: (.., size * 2 * per_chunk, ..) -> (.., length, ..)."""
+        dim %= x.dim()
+        head, tail = x.unflatten(dim, (self.size, 2, self.per_chunk)).unbind(dim + 1)
+        chunks = torch.cat([head, tail.flip(dim)], dim)  # the tails of later ranks come first
+        return chunks.flatten(dim, dim + 1).narrow(dim, 0, self.length)
+
+    def by_rank(self, x: Tensor, dim: int) -> Tensor:
+        """The inverse of `in_order`: (.., length, ..) -> (.., size * 2 * per_chunk, ..)."""
+        dim %= x.dim()
+        padded = _pad_end(x, dim, 2 * self.size * self.per_chunk - self.length)
+        head, tail = padded.unflatten(dim, (2, self.size, self.per_chunk)).unbind(dim)
+        return torch.stack([head, tail.flip(dim)], dim + 1).flatten(dim, dim + 2)
+
+
+def _pad_end(x: Tensor, dim: int, num: int) -> Tensor:
+    """Zeros behind the last of a dim."""
+    return x if num == 0 else F.pad(x, [0, 0] * (x.dim() - 1 - dim % x.dim()) + [0, num])

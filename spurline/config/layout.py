@@ -12,7 +12,8 @@ from spurline.typed_json import ADDED_LATER
 
 @dataclass(frozen=True)
 class Parallelism:
-    """replicate x shard x tensor = number of ranks; expert x expert_tensor must divide shard x tensor."""
+    """pipeline x replicate x shard x context x tensor = number of ranks; expert x expert_tensor must divide shard x
+    context x tensor."""
 
     data_parallel_replicate_degree: int = 1
     """Replicas of the model (HSDP; 1: none, that is plain FSDP)."""
@@ -26,10 +27,25 @@ class Parallelism:
     """Ranks that split each expert's hidden width."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = field(default="default", metadata=ADDED_LATER)
     """When FSDP2 frees gathered weights: after the forward pass of each block but the last (default), of every
-    block (always: least memory), or only after the backward pass (never: half of the gathers)."""
+    block (always: least memory), or only after the backward pass (never: half of the gathers). With pipeline
+    stages the default is never: each micro-batch would gather them again."""
     fsdp_reduce_each_micro_batch: bool = field(default=False, metadata=ADDED_LATER)
     """Reduce gradients over ranks with each micro-batch, not once per step: holds no unsharded gradients between
     micro-batches, for as many times the traffic."""
+
+    context_parallel_degree: int = field(default=1, metadata=ADDED_LATER)
+    """Ranks that share the positions of every sequence, for sequences that don't fit one rank."""
+    context_parallel_kind: Literal["all_gather", "ulysses"] = field(default="all_gather", metadata=ADDED_LATER)
+    """How attention reaches other ranks' positions: gather keys and values (latent attention: the narrow latent), or
+    exchange positions for heads, which need as many heads as ranks."""
+
+    pipeline_parallel_degree: int = field(default=1, metadata=ADDED_LATER)
+    """Ranks that have a part of the layers each; micro-batches travel from one to the next."""
+    pipeline_parallel_schedule: Literal[
+        "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBV", "DualPipeV"
+    ] = field(default="1F1B", metadata=ADDED_LATER)
+    """In which order a rank computes micro-batches. All but GPipe and 1F1B give a rank two stages, for shorter bubbles;
+    the last three compute gradients of inputs and of weights in two passes, to fill bubbles with the second."""
 
     def problems(self) -> list[str]:
         found = [

@@ -18,6 +18,10 @@ class ParallelFacts:
     """Experts per MoE layer (0: a dense model)."""
     expert_hidden_dim: int = 0
     """Hidden width of one expert."""
+    num_layers: int = 0
+    """Layers that pipeline stages share (0: the model can't be cut into stages)."""
+    first_stage_layers: int = 1
+    """Layers that the first pipeline stage has at least."""
     split_widths: tuple[tuple[str, int], ...] = ()
     """Other sizes that tensor parallelism splits, as (option name, size)."""
 

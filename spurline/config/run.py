@@ -68,9 +68,33 @@ class RunConfig(Generic[M]):
                 "checkpoint.keep_best needs a validation loss: set metrics.validation_batches and"
                 " data.validation_fraction above 0"
             )
+        found += self._pipeline_problems()
         if self.training.on_loss_spike == "step_back" and not self.checkpoint.enable:
             found.append("training.on_loss_spike step_back needs checkpoints: set checkpoint.enable")
         local, total = self.training.local_batch_size, self.training.global_batch_size
         if local > 0 and total > 0 and total % local:
             found.append(f"training.global_batch_size {total} is not a multiple of training.local_batch_size {local}")
+        return found
+
+    def _pipeline_problems(self) -> list[str]:
+        """What does not go together with pipeline stages."""
+        parallelism = self.parallelism
+        if parallelism.pipeline_parallel_degree <= 1:
+            return []
+        schedule = f"parallelism.pipeline_parallel_schedule {parallelism.pipeline_parallel_schedule}"
+        found = []
+        if parallelism.pipeline_parallel_schedule in ("InterleavedZeroBubble", "ZBV", "DualPipeV"):
+            passes = "computes gradients of inputs and of weights in two passes, which"
+            if self.compile.enable and "model" in self.compile.parts:
+                found.append(f"{schedule} {passes} compiled blocks can't: use 1F1B or Interleaved1F1B")
+            if self.activation_checkpoint.mode != "none":
+                found.append(
+                    f"{schedule} {passes} would recompute each block twice: use 1F1B or Interleaved1F1B, or"
+                    " activation_checkpoint.mode none"
+                )
+        if parallelism.fsdp_reduce_each_micro_batch:
+            found.append(
+                "parallelism.fsdp_reduce_each_micro_batch is not for pipeline stages, which reduce gradients at the end"
+                " of a step"
+            )
         return found

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from spurline.comm.gradients import local
-from spurline.comm.sequence import SequenceShard
+from spurline.comm.sequence import HeadTailShard, SequenceShard
 from spurline.comm.sequence_parallel import SequenceParallel
 from spurline.lora.adapters import Adaptable, product
 from spurline.moe.config import MoEConfig
@@ -89,7 +89,7 @@ class MoE(nn.Module):
             self.shared_experts = SharedExperts(config, init_std, output_std) if config.num_shared_experts else None
             self.dispatcher = make_dispatcher(config)
         self.sequence: SequenceParallel | None = None  # ranks that split the positions of sequences they all have
-        self.sequence_ranks: tuple[int, list[int]] | None = None  # see `set_sequence_ranks`
+        self.sequence_ranks: tuple[int, list[int], list[int] | None] | None = None  # see `set_sequence_ranks`
         if dtype is not None:
             self.to(dtype)
         self.reset_parameters()
@@ -102,21 +102,25 @@ class MoE(nn.Module):
                 if not parameter.is_meta:
                     module.init_parameter(name, parameter, None)  # type: ignore[operator]
 
-    def set_sequence_ranks(self, size: int, rank_P: list[int]) -> None:
+    def set_sequence_ranks(self, size: int, rank_P: list[int], context_rank_P: list[int] | None = None) -> None:
         """Say which of `size` shares of a sequence's positions each rank of the experts' group works on.
 
-        With the whole length given to `forward`, every rank then knows how many tokens each of them has.
+        With the whole length given to `forward`, every rank then knows how many tokens each of them has. Under context
+        parallelism `context_rank_P` says whose part of the sequence these are shares of.
         """
-        self.sequence_ranks = size, rank_P
+        self.sequence_ranks = size, rank_P, context_rank_P
 
-    def forward(self, x: Tensor, length: int | None = None) -> Tensor:
-        """(..., D) -> (..., D). `length` is that of the whole sequences, where x is this rank's share of positions."""
+    def forward(self, x: Tensor, length: int | None = None, shard: HeadTailShard | None = None) -> Tensor:
+        """(..., D) -> (..., D). `length` is that of the whole sequences, where x is this rank's share of positions.
+
+        Under context parallelism `shard` is this rank's part of whole sequences, and `length` that of the part.
+        """
         dim = self.config.dim
         if not isinstance(x, Tensor) or x.dim() == 0 or x.shape[-1] != dim or not x.is_floating_point():
             raise self._error(x)
         if self.sequence is None:
             has_share = length is not None and self.sequence_ranks is not None
-            return self._forward(x, self._tokens_per_rank(x, length) if has_share else None)  # type: ignore[arg-type]
+            return self._forward(x, self._tokens_per_rank(x, length, shard) if has_share else None)  # type: ignore[arg-type]
         x_BLD = x.view(x.shape[:-2].numel(), *x.shape[-2:])
         y_BlD = self._forward(self.sequence.split(x_BLD), self.sequence.tokens_per_rank(x_BLD))
         return self.sequence.join(y_BlD, x_BLD.shape[1]).view(x.shape)
@@ -150,10 +154,14 @@ class MoE(nn.Module):
         shared = self.shared_experts
         return type(shared) is SharedExperts and not shared._forward_hooks
 
-    def _tokens_per_rank(self, x: Tensor, length: int) -> list[int]:
+    def _tokens_per_rank(self, x: Tensor, length: int, shard: HeadTailShard | None) -> list[int]:
         assert self.sequence_ranks is not None
-        size, rank_P = self.sequence_ranks
-        return [x.shape[:-2].numel() * SequenceShard(length, size, rank).num_real for rank in rank_P]
+        size, rank_P, context_rank_P = self.sequence_ranks
+        length_P = [length] * len(rank_P)
+        if shard is not None and context_rank_P is not None:
+            length_P = [shard.of_rank(rank).num_real for rank in context_rank_P]
+        shares = zip(length_P, rank_P, strict=True)
+        return [x.shape[:-2].numel() * SequenceShard(length, size, rank).num_real for length, rank in shares]
 
     def _error(self, x: Tensor) -> Exception:
         if not isinstance(x, Tensor):

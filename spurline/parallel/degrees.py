@@ -3,27 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from math import gcd, log2
+from itertools import product
+from math import gcd, log2, prod
 from typing import Any
 
 from spurline.config import ParallelFacts, Parallelism, Training
+from spurline.parallel.stages import micro_batch_problem, num_stages
 
 
 @dataclass(frozen=True)
 class Degrees:
-    """The sizes of the axes of both views: dp_replicate x dp_shard x tp = dp_replicate x efsdp x ep x etp = world."""
+    """The sizes of the axes of both views of the ranks.
+
+    pp x dp_replicate x dp_shard x cp x tp = pp x dp_replicate x efsdp x ep x etp = world.
+    """
 
     dp_replicate: int
     dp_shard: int
     tp: int
     ep: int
     etp: int
+    cp: int = 1
+    pp: int = 1
 
     @property
     def world(self) -> int:
-        return self.dp * self.tp
+        return self.pp * self.stage
+
+    @property
+    def stage(self) -> int:
+        """The ranks that have the same layers."""
+        return self.dp * self.cp * self.tp
 
     @property
     def dp(self) -> int:
@@ -33,19 +45,20 @@ class Degrees:
     @property
     def efsdp(self) -> int:
         """The ranks that share the parameters of the same experts."""
-        return self.dp_shard * self.tp // (self.ep * self.etp)
+        return self.dp_shard * self.cp * self.tp // (self.ep * self.etp)
 
 
 def resolve_degrees(parallelism: Parallelism, world_size: int) -> Degrees:
     """The degrees on world_size ranks, with the ranks that are left in place of -1."""
-    replicate, tensor = parallelism.data_parallel_replicate_degree, parallelism.tensor_parallel_degree
     shard = parallelism.data_parallel_shard_degree
     return Degrees(
-        dp_replicate=replicate,
-        dp_shard=world_size // (replicate * tensor) if shard == -1 else shard,
-        tp=tensor,
+        dp_replicate=parallelism.data_parallel_replicate_degree,
+        dp_shard=world_size // _ranks_without_shard(parallelism) if shard == -1 else shard,
+        tp=parallelism.tensor_parallel_degree,
         ep=parallelism.expert_parallel_degree,
         etp=parallelism.expert_tensor_parallel_degree,
+        cp=parallelism.context_parallel_degree,
+        pp=parallelism.pipeline_parallel_degree,
     )
 
 
@@ -67,48 +80,91 @@ def degree_problems(parallelism: Parallelism, world_size: int, *, model: Any, tr
 
 
 def _problems(parallelism: Parallelism, world_size: int, facts: ParallelFacts | None, training: Training) -> list[str]:
-    found = _split_problems(parallelism, world_size, facts, training.seq_len)
+    found = _split_problems(parallelism, world_size, facts, training)
     d = resolve_degrees(parallelism, world_size)
-    # With dp 1, that local_batch_size divides the batch is a matter of the training section alone.
-    if d.dp > 1 and _has_shard_degree(parallelism, world_size) and _batch_options(training, d.dp):
-        local = training.local_batch_size
-        found.append(
-            f"training.global_batch_size {training.global_batch_size} is not a multiple of training.local_batch_size"
-            f" {local} x data_parallel_replicate_degree {d.dp_replicate} x data_parallel_shard_degree {d.dp_shard}"
-            f" = {local * d.dp}"
-        )
+    if _has_shard_degree(parallelism, world_size) and _batch_options(training, d, parallelism):
+        found += _batch_problems(training, d, parallelism.pipeline_parallel_schedule)
     return found
 
 
-def _split_problems(parallelism: Parallelism, world_size: int, facts: ParallelFacts | None, seq_len: int) -> list[str]:
+def _batch_problems(training: Training, d: Degrees, schedule: str) -> list[str]:
+    local, total = training.local_batch_size, training.global_batch_size
+    # With dp 1, that local_batch_size divides the batch is a matter of the training section alone.
+    if total > 0 and total % (local * d.dp):
+        if d.dp == 1:
+            return []
+        return [
+            f"training.global_batch_size {total} is not a multiple of training.local_batch_size"
+            f" {local} x data_parallel_replicate_degree {d.dp_replicate} x data_parallel_shard_degree {d.dp_shard}"
+            f" = {local * d.dp}"
+        ]
+    number = total // (local * d.dp) if total > 0 else 1
+    needed = micro_batch_problem(schedule, d.pp, number)
+    return [
+        f"parallelism.pipeline_parallel_schedule {schedule} of pipeline_parallel_degree {d.pp} needs {needed}; a step"
+        f" has {number}, of training.local_batch_size {local} each"
+    ]
+
+
+def _split_problems(
+    parallelism: Parallelism, world_size: int, facts: ParallelFacts | None, training: Training
+) -> list[str]:
     """Why the ranks can't be arranged, or the sequences and the model can't be split, in this way."""
     d = resolve_degrees(parallelism, world_size)
     found = _rank_problems(d, world_size, _has_shard_degree(parallelism, world_size))
     if d.etp > 1 and d.ep == 1:
         found.append(f"parallelism.expert_tensor_parallel_degree {d.etp} needs an expert_parallel_degree above 1")
-    if 0 < seq_len < d.tp:
+    if 0 < training.seq_len < d.cp * d.tp:
+        share = {"context_parallel_degree": d.cp, "tensor_parallel_degree": d.tp}
         found.append(
-            f"training.seq_len {seq_len} is shorter than parallelism.tensor_parallel_degree {d.tp}, whose ranks share"
-            " the positions of a sequence"
+            f"training.seq_len {training.seq_len} is shorter than parallelism.{_product(share, least=2)}, whose ranks"
+            " share the positions of a sequence"
         )
-    return found + (_model_problems(d, facts) if facts is not None else [])
+    if facts is None:
+        return found
+    found += _model_problems(d, facts) + _head_problems(d, facts, parallelism.context_parallel_kind)
+    return found + _stage_problems(d, facts, parallelism.pipeline_parallel_schedule)
 
 
 def _rank_problems(d: Degrees, world_size: int, has_shard_degree: bool) -> list[str]:
-    replicate, tensor = f"data_parallel_replicate_degree {d.dp_replicate}", f"tensor_parallel_degree {d.tp}"
     are = "is" if world_size == 1 else "are"
     but_there_are = f"but there {are} {_count(world_size, 'rank')}"
+    shard = {"data_parallel_shard_degree": d.dp_shard}
+    pipeline = {"pipeline_parallel_degree": d.pp} if d.pp > 1 else {}
+    replicate, tensor = {"data_parallel_replicate_degree": d.dp_replicate}, {"tensor_parallel_degree": d.tp}
+    context = {"context_parallel_degree": d.cp} if d.cp > 1 else {}
     if not has_shard_degree:
-        product = d.dp_replicate * d.tp
-        return [f"parallelism: {replicate} x {tensor} = {product} must divide the number of ranks, {but_there_are}"]
-    shard, found = f"data_parallel_shard_degree {d.dp_shard}", []
+        product = _product(pipeline | replicate | context | tensor)
+        return [f"parallelism: {product} must divide the number of ranks, {but_there_are}"]
+    found = []
     if d.world != world_size:
-        found.append(f"parallelism: {replicate} x {shard} x {tensor} = {d.world}, {but_there_are}")
-    if d.dp_shard * d.tp % (d.ep * d.etp):
-        found.append(
-            f"parallelism: expert_parallel_degree {d.ep} x expert_tensor_parallel_degree {d.etp} = {d.ep * d.etp}"
-            f" does not divide {shard} x {tensor} = {d.dp_shard * d.tp}"
-        )
+        found.append(f"parallelism: {_product(pipeline | replicate | shard | context | tensor)}, {but_there_are}")
+    if d.dp_shard * d.cp * d.tp % (d.ep * d.etp):
+        experts = {"expert_parallel_degree": d.ep, "expert_tensor_parallel_degree": d.etp}
+        found.append(f"parallelism: {_product(experts)} does not divide {_product(shard | context | tensor)}")
+    return found
+
+
+def _product(degrees: dict[str, int], least: int = 1) -> str:
+    """`a 2 x b 3 = 6`, of the degrees that are at least `least`."""
+    shown = {name: degree for name, degree in degrees.items() if degree >= least}
+    factors = " x ".join(f"{name} {degree}" for name, degree in shown.items())
+    return factors if len(shown) == 1 else f"{factors} = {prod(shown.values())}"
+
+
+def _head_problems(d: Degrees, facts: ParallelFacts, kind: str) -> list[str]:
+    """Why the ranks of context parallelism can't share the heads that a rank of tensor parallelism has."""
+    if kind != "ulysses" or d.cp == 1:
+        return []
+    found = []
+    for number, what in ((facts.num_heads, "attention head"), (facts.num_kv_heads, "key and value head")):
+        if number is not None and number % d.tp == 0 and number // d.tp % d.cp:
+            own = f"a rank's {_count(number // d.tp, what)}" if d.tp > 1 else f"the model's {_count(number, what)}"
+            relation = "is more than" if number // d.tp < d.cp else "does not divide"
+            found.append(
+                f"parallelism.context_parallel_degree {d.cp} {relation} {own}, which context_parallel_kind ulysses"
+                " shares: all_gather has no such limit"
+            )
     return found
 
 
@@ -142,10 +198,33 @@ def _model_problems(d: Degrees, facts: ParallelFacts) -> list[str]:
     return found
 
 
+def _stage_problems(d: Degrees, facts: ParallelFacts, schedule: str) -> list[str]:
+    """Why the layers can't be shared by the stages of a pipeline."""
+    if d.pp == 1:
+        return []
+    degree = f"parallelism.pipeline_parallel_degree {d.pp}"
+    if facts.num_layers < 1:
+        return [f"{degree} needs a model that can be cut into stages, and this one can't"]
+    stages = num_stages(schedule, d.pp)
+    if stages + max(facts.first_stage_layers, 1) - 1 <= facts.num_layers:
+        return []
+    makes = f"makes {stages} stages with pipeline_parallel_schedule {schedule}, more than"
+    if stages <= facts.num_layers:
+        has_more = f", of which the first stage needs {facts.first_stage_layers}"
+        return [f"{degree} {makes} the model's {_count(facts.num_layers, 'layer')} can be cut into{has_more}"]
+    return [f"{degree} {makes} the model's {_count(facts.num_layers, 'layer')}"]
+
+
 def _has_shard_degree(parallelism: Parallelism, world_size: int) -> bool:
     """Whether the shard degree was given, or can be filled in."""
-    others = parallelism.data_parallel_replicate_degree * parallelism.tensor_parallel_degree
-    return parallelism.data_parallel_shard_degree != -1 or world_size % others == 0
+    return parallelism.data_parallel_shard_degree != -1 or world_size % _ranks_without_shard(parallelism) == 0
+
+
+def _ranks_without_shard(parallelism: Parallelism) -> int:
+    """The product of all dense degrees but data_parallel_shard_degree."""
+    p = parallelism
+    dense = p.data_parallel_replicate_degree * p.context_parallel_degree * p.tensor_parallel_degree
+    return p.pipeline_parallel_degree * dense
 
 
 def _count(number: int, thing: str) -> str:
@@ -154,6 +233,8 @@ def _count(number: int, thing: str) -> str:
 
 # From the one that a person is least likely to want changed.
 _NAMES = (
+    "pipeline_parallel_degree",
+    "context_parallel_degree",
     "tensor_parallel_degree",
     "expert_parallel_degree",
     "expert_tensor_parallel_degree",
@@ -169,7 +250,7 @@ def _nearest(parallelism: Parallelism, world_size: int, facts: ParallelFacts | N
         return [name for name in _NAMES if getattr(other, name) != getattr(parallelism, name)]
 
     def batch_options(other: Parallelism) -> list[str]:
-        return _batch_options(training, resolve_degrees(other, world_size).dp)
+        return _batch_options(training, resolve_degrees(other, world_size), other)
 
     def distance(other: Parallelism) -> tuple[int, int, list[bool], float]:
         changed = changes(other)
@@ -178,21 +259,39 @@ def _nearest(parallelism: Parallelism, world_size: int, facts: ParallelFacts | N
         # Rounded, so that the last bits of a logarithm don't decide between equals.
         return len(changed), len(batch_options(other)), which, round(doublings, 6)
 
-    combinations = _combinations(world_size, keep_minus_one=parallelism.data_parallel_shard_degree == -1)
-    working = [other for other in combinations if not _split_problems(other, world_size, facts, training.seq_len)]
+    combinations = _combinations(world_size, parallelism)
+    working = [other for other in combinations if not _split_problems(other, world_size, facts, training)]
     nearest = min(working, key=distance)
     options = [f"--parallelism.{name} {getattr(nearest, name)}" for name in changes(nearest)]
     return " ".join(options + batch_options(nearest))
 
 
-def _combinations(world_size: int, keep_minus_one: bool) -> Iterator[Parallelism]:
-    """Every way to arrange world_size ranks in both views; of two that are as near, the first is the better."""
-    for replicate in _divisors(world_size):
-        for tensor in _divisors(world_size // replicate):
-            shard = world_size // (replicate * tensor)
-            for expert_tensor in _divisors(shard * tensor):
-                for expert in _divisors(shard * tensor // expert_tensor):
-                    yield Parallelism(replicate, -1 if keep_minus_one else shard, tensor, expert, expert_tensor)
+def _combinations(world_size: int, asked: Parallelism) -> Iterator[Parallelism]:
+    """Ways to arrange world_size ranks in both views; of two that are as near, the first is the better.
+
+    None has more stages or context parallelism than was asked for: who did not ask for it is not told to use it.
+    """
+    pipelines = [d for d in _divisors(world_size) if d <= asked.pipeline_parallel_degree]
+    contexts = [d for d in _divisors(world_size) if d <= asked.context_parallel_degree]
+    for pipeline, context in product(pipelines, contexts):
+        if world_size % (pipeline * context):
+            continue
+        for replicate in _divisors(world_size // (pipeline * context)):
+            for tensor in _divisors(world_size // (pipeline * context * replicate)):
+                shard = world_size // (pipeline * context * replicate * tensor)
+                spread = shard * context * tensor
+                for expert_tensor in _divisors(spread):
+                    for expert in _divisors(spread // expert_tensor):
+                        yield replace(
+                            asked,
+                            data_parallel_replicate_degree=replicate,
+                            data_parallel_shard_degree=-1 if asked.data_parallel_shard_degree == -1 else shard,
+                            tensor_parallel_degree=tensor,
+                            expert_parallel_degree=expert,
+                            expert_tensor_parallel_degree=expert_tensor,
+                            context_parallel_degree=context,
+                            pipeline_parallel_degree=pipeline,
+                        )
 
 
 @cache
@@ -200,14 +299,31 @@ def _divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
-def _batch_options(training: Training, dp: int) -> list[str]:
-    """The options that let dp ranks share the sequences of a step evenly; none if they already do."""
-    local, total = training.local_batch_size, training.global_batch_size
-    if local < 1 or total < 1 or total % (local * dp) == 0:
+def _batch_options(training: Training, d: Degrees, parallelism: Parallelism) -> list[str]:
+    """The options that let dp ranks share the sequences of a step evenly, in as many micro-batches as stages need.
+
+    None if they already do.
+    """
+    local, total, schedule = (
+        training.local_batch_size,
+        training.global_batch_size,
+        parallelism.pipeline_parallel_schedule,
+    )
+
+    def works(local: int, total: int) -> bool:
+        return total % (local * d.dp) == 0 and (
+            d.pp == 1 or not micro_batch_problem(schedule, d.pp, total // (local * d.dp))
+        )
+
+    if local < 1 or total < -1 or total == 0 or works(local, total if total > 0 else local * d.dp):
         return []
-    if total % dp == 0:  # global_batch_size decides what is learned, local_batch_size only how
-        return [f"--training.local_batch_size {max(b for b in range(1, local + 1) if total // dp % b == 0)}"]
-    return [f"--training.global_batch_size {_nearest_multiple(total, local * dp)}"]
+    # global_batch_size decides what is learned, local_batch_size only how.
+    if fitting := [b for b in range(1, local + 1) if total > 0 and works(b, total)]:
+        return [f"--training.local_batch_size {fitting[-1]}"]
+    unit = local * d.dp
+    multiples = [unit * number for number in range(1, max(total, 0) // unit + 4 * d.pp + 2)]
+    nearest = min((m for m in multiples if works(local, m)), key=lambda multiple: abs(multiple - max(total, unit)))
+    return [f"--training.global_batch_size {nearest}"]
 
 
 def _nearest_world(parallelism: Parallelism, world_size: int) -> int:
@@ -215,8 +331,8 @@ def _nearest_world(parallelism: Parallelism, world_size: int) -> int:
     d = resolve_degrees(parallelism, world_size)
     if parallelism.data_parallel_shard_degree != -1:
         return d.world
-    least_shard = d.ep * d.etp // gcd(d.ep * d.etp, d.tp)
-    return _nearest_multiple(world_size, d.dp_replicate * least_shard * d.tp)
+    least_shard = d.ep * d.etp // gcd(d.ep * d.etp, d.cp * d.tp)
+    return _nearest_multiple(world_size, d.pp * d.dp_replicate * least_shard * d.cp * d.tp)
 
 
 def _nearest_multiple(number: int, of: int) -> int:

@@ -14,22 +14,33 @@ from spurline.parallel.degrees import Degrees
 class Meshes:
     """Two views of one world of ranks, both in the order of the ranks, so that the last axes are neighbours.
 
-    The ranks of a tp group read the same sequences; otherwise each rank reads sequences of its own.
+    With pipeline stages, views are of the ranks that have the same layers as this one. The ranks of a cp group, of a tp
+    group and of a pipeline read the same sequences; otherwise each rank reads sequences of its own.
     """
 
     degrees: Degrees
     world: DeviceMesh
     """All ranks, on one axis."""
+    stage: DeviceMesh
+    """The ranks that have the same layers, on one axis."""
+    pp: DeviceMesh | None
+    """The ranks that make up one pipeline; None without stages."""
     data: DeviceMesh
     """The ranks that read different sequences, on one axis: dp_replicate and dp_shard in one."""
+    shares: DeviceMesh
+    """Axes data, cp, tp: who shares the positions of which sequences."""
+    losses: DeviceMesh
+    """The ranks whose losses add up to that of the step, on one axis: pp, data and cp in one."""
+    sequence: DeviceMesh
+    """The ranks that share the positions of the same sequences, on one axis: cp and tp in one."""
     dense: DeviceMesh
-    """Axes dp_replicate, dp_shard, tp."""
+    """Axes dp_replicate, dp_shard, tp. FSDP2 shards over the ranks of a cp group too: dp_shard has them in it."""
     sparse: DeviceMesh
     """Axes dp_replicate, efsdp, ep, etp."""
 
     @property
     def fsdp_mesh(self) -> DeviceMesh:
-        """Where FSDP2 shards all but the experts: dp_shard, or with copies of the model dp_replicate and dp_shard."""
+        """Where FSDP2 shards all but the experts: dp_shard (with cp), or with copies dp_replicate and dp_shard."""
         return self._with_copies(self.dense, "dp_shard")
 
     @property
@@ -48,16 +59,35 @@ class Meshes:
 
     @property
     def batch_group(self) -> dist.ProcessGroup:
-        """The ranks whose losses and token counts add up to those of the step."""
+        """The ranks whose token counts add up to that of the step."""
         return self.data.get_group()
+
+    @property
+    def loss_group(self) -> dist.ProcessGroup:
+        """The ranks whose losses add up to that of the step: each has that of its own positions."""
+        return self.losses.get_group()
+
+    @property
+    def cp_group(self) -> dist.ProcessGroup:
+        return self.shares.get_group("cp")
+
+    @property
+    def sequence_group(self) -> dist.ProcessGroup:
+        """The ranks that share the positions of the same sequences."""
+        return self.sequence.get_group()
 
     @property
     def world_group(self) -> dist.ProcessGroup:
         return self.world.get_group()
 
     @property
+    def stage_group(self) -> dist.ProcessGroup:
+        """The ranks that have the same layers."""
+        return self.stage.get_group()
+
+    @property
     def data_rank(self) -> int:
-        """Which of data_size parts of the global batch this rank reads; the same for the ranks of a tp group."""
+        """Which of data_size parts of the global batch this rank reads; the same for ranks that share sequences."""
         return self.data.get_local_rank()
 
     @property
@@ -66,8 +96,8 @@ class Meshes:
 
     def groups(self) -> list[dist.ProcessGroup]:
         """Every group of both views, of which some may be the same."""
-        views = (self.world, self.data, self.dense, self.sparse)
-        return [view.get_group(axis) for view in views for axis in range(view.ndim)]
+        views = (self.world, self.stage, self.pp, self.shares, self.losses, self.sequence, self.dense, self.sparse)
+        return [view.get_group(axis) for view in views if view is not None for axis in range(view.ndim)]
 
     def _with_copies(self, view: DeviceMesh, shard_axis: str) -> DeviceMesh:
         # FSDP2 takes a mesh with two axes for copies to average, even if there is only one.
@@ -79,7 +109,31 @@ def build_meshes(degrees: Degrees, device_type: str) -> Meshes:
     assert degrees.world == dist.get_world_size(), f"{degrees} is not for {dist.get_world_size()} ranks"
     d = degrees
     world = init_device_mesh(device_type, (d.world,), mesh_dim_names=("world",))
-    data_and_tp = world._unflatten("world", (d.dp, d.tp), ("data", "tp"))
-    dense = data_and_tp._unflatten("data", (d.dp_replicate, d.dp_shard), ("dp_replicate", "dp_shard"))
-    sparse = world._unflatten("world", (d.dp_replicate, d.efsdp, d.ep, d.etp), ("dp_replicate", "efsdp", "ep", "etp"))
-    return Meshes(degrees=d, world=world, data=data_and_tp["data"], dense=dense, sparse=sparse)
+    by_stage = world._unflatten("world", (d.pp, d.stage), ("pp", "stage")) if d.pp > 1 else None
+
+    def view(sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+        """The ranks of this rank's stage on several axes."""
+        return (
+            world._unflatten("world", sizes, names)
+            if by_stage is None
+            else by_stage._unflatten("stage", sizes, names)[names]
+        )
+
+    shares = view((d.dp, d.cp, d.tp), ("data", "cp", "tp"))
+    losses, sequence = shares["data"], shares["tp"]
+    if d.cp > 1 or d.pp > 1:
+        losses = world._unflatten("world", (d.pp * d.dp * d.cp, d.tp), ("losses", "tp"))["losses"]
+    if d.cp > 1:
+        sequence = view((d.dp, d.cp * d.tp), ("data", "sequence"))["sequence"]
+    return Meshes(
+        degrees=d,
+        world=world,
+        stage=world if by_stage is None else by_stage["stage"],
+        pp=None if by_stage is None else by_stage["pp"],
+        data=shares["data"],
+        shares=shares,
+        losses=losses,
+        sequence=sequence,
+        dense=view((d.dp_replicate, d.dp_shard * d.cp, d.tp), ("dp_replicate", "dp_shard", "tp")),
+        sparse=view((d.dp_replicate, d.efsdp, d.ep, d.etp), ("dp_replicate", "efsdp", "ep", "etp")),
+    )

@@ -5,6 +5,7 @@ from torch import nn
 from spurline.config import Compile
 from spurline.moe.layer import MoE
 from spurline.parallel.compile import apply_compile
+from spurline.parallel.context import Kind, apply_context_parallel
 from spurline.parallel.expert import balance_over, parallelize_moe
 from spurline.parallel.fsdp import Sharding, apply_fsdp, has_per_param_meshes
 from spurline.parallel.mesh import Meshes
@@ -19,12 +20,17 @@ def parallelize_model(
     compiled: Compile,
     per_param_mesh: bool | None = None,
     sharding: Sharding | None = None,
+    context_kind: Kind = "all_gather",
 ) -> None:
-    """Split matrices, spread experts, then per block: recompute, compile, shard. Without meshes only what one rank can.
+    """Share positions, split matrices, spread experts, then per block: recompute, compile, shard.
+
+    Without meshes only what one rank can.
 
     per_param_mesh=False shards experts by a call of their own, as PyTorch builds without per-parameter meshes need it.
     """
     if meshes is not None:
+        if meshes.degrees.cp > 1:
+            apply_context_parallel(model, meshes.cp_group, context_kind)
         if meshes.degrees.tp > 1:
             apply_tensor_parallel(model, meshes.tp_mesh)
         apply_expert_parallel(model, meshes)
@@ -43,7 +49,8 @@ def parallelize_model(
 def apply_expert_parallel(model: nn.Module, meshes: Meshes) -> None:
     """Spread the experts of every MoE layer, and tell it whose tokens are balanced together."""
     degrees = meshes.degrees
-    balance = meshes.world_group, meshes.tp_mesh.get_group() if degrees.tp > 1 else None
+    share = degrees.cp * degrees.tp > 1
+    balance = meshes.stage_group, meshes.sequence_group if share else None
     for name, moe in model.named_modules():
         if not isinstance(moe, MoE):
             continue
@@ -55,10 +62,11 @@ def apply_expert_parallel(model: nn.Module, meshes: Meshes) -> None:
             meshes.expert_mesh,
             layer=name,
             reduce_gradients=False,  # FSDP2 does
-            same_num_tokens=degrees.tp == 1,
+            same_num_tokens=not share,
             balance=balance,
         )
-        if degrees.tp > 1:
-            # tp is the last axis of the dense view, so the share of a rank follows from its number.
+        if share:
+            # cp and tp are the last axes of the dense view, so the share of a rank follows from its number.
             rank_P = meshes.expert_mesh.mesh.flatten().tolist()
-            moe.set_sequence_ranks(degrees.tp, [rank % degrees.tp for rank in rank_P])
+            context_rank_P = [rank // degrees.tp % degrees.cp for rank in rank_P]
+            moe.set_sequence_ranks(degrees.tp, [rank % degrees.tp for rank in rank_P], context_rank_P)

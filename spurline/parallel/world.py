@@ -53,12 +53,21 @@ class World:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """All ranks: each of them works on tokens of its own."""
+        """All ranks."""
         return self.meshes.world_group if self.meshes is not None else None
 
+    @property
+    def stage_group(self) -> dist.ProcessGroup | None:
+        """The ranks that have the same layers: each of them works on tokens of its own."""
+        return self.meshes.stage_group if self.meshes is not None else None
+
     def sum_over_data(self, value: Tensor) -> Tensor:
-        """Summed over the ranks that read different sequences; the ranks of a tp group have the same value."""
+        """Summed over the ranks that read different sequences; those that share sequences have the same value."""
         return self._sum(value, self.meshes.batch_group) if self.meshes is not None else value
+
+    def sum_over_losses(self, value: Tensor) -> Tensor:
+        """Summed over the ranks that have different positions in their losses, or none; those of tp have the same."""
+        return self._sum(value, self.meshes.loss_group) if self.meshes is not None else value
 
     def sum_over_all(self, value: Tensor) -> Tensor:
         return self._sum(value, self.meshes.world_group) if self.meshes is not None else value
@@ -74,7 +83,9 @@ class World:
             dist.barrier()
 
     def __str__(self) -> str:
-        axes = {name: getattr(self.degrees, name) for name in ("dp_replicate", "dp_shard", "tp", "ep", "etp")}
+        axes = {
+            name: getattr(self.degrees, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "etp")
+        }
         shared = ", ".join(f"{name} {size}" for name, size in axes.items() if size > 1)
         return f"{self.degrees.world} ranks ({shared})" if shared else "1 rank"
 

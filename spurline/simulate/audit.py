@@ -12,6 +12,7 @@ import torch
 from spurline.config import RunConfig
 from spurline.data.batch import Batch
 from spurline.hardware import Hardware
+from spurline.parallel.pipeline import PipelinedModel
 from spurline.simulate.budget import Budget
 from spurline.simulate.compiled import CompiledGraphs
 from spurline.simulate.device import DEVICE
@@ -74,10 +75,11 @@ def run_other_lengths(trainer: Trainer, graphs: CompiledGraphs) -> Iterator[int]
     The first other length tells the compiler that lengths change, so only the second must need none.
     """
     size, length = trainer.config.training.local_batch_size, trainer.config.training.seq_len
+    first_stage = trainer.model.parts[0] if isinstance(trainer.model, PipelinedModel) else None
     for other in (length * 3 // 4, length // 2):
         before = graphs.num_graphs
         tokens_BL = torch.zeros(size, other, dtype=torch.int64)
-        trainer.loss_of(Batch(tokens_BL, tokens_BL.clone()).to(DEVICE)).backward()
+        trainer.loss_of(Batch(tokens_BL, tokens_BL.clone()).to(DEVICE), first_stage).sum().backward()
         yield graphs.num_graphs - before
 
 

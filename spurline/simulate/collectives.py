@@ -82,15 +82,23 @@ def _axes_of(meshes: Meshes) -> Iterator[tuple[str, ProcessGroup]]:
     """By size, so that of two names for the same ranks the more telling one comes first."""
     d = meshes.degrees
     views = (
-        (meshes.dense, {"dp_shard": d.dp_shard, "tp": d.tp, "dp_replicate": d.dp_replicate}),
+        (meshes.shares, {"cp": d.cp}),
+        (meshes.dense, {"dp_shard": d.dp_shard * d.cp, "tp": d.tp, "dp_replicate": d.dp_replicate}),
         (meshes.sparse, {"ep": d.ep, "efsdp": d.efsdp, "etp": d.etp}),
     )
     for mesh, sizes in views:
         for name, size in sizes.items():
             if size > 1:
-                yield name, mesh.get_group(name)
+                yield "dp_shard x cp" if name == "dp_shard" and d.cp > 1 else name, mesh.get_group(name)
     if d.etp > 1:
         yield "ep x etp", meshes.expert_mesh._flatten().get_group()
+    if d.cp > 1:
+        yield "cp x tp", meshes.sequence_group
+        yield "data x cp", meshes.loss_group
+    if d.pp > 1 and meshes.pp is not None:
+        yield "pp", meshes.pp.get_group()
+        yield "stage", meshes.stage_group
+        yield "losses", meshes.loss_group
     yield "data", meshes.batch_group
     yield "world", meshes.world_group
 

@@ -21,7 +21,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils import _foreach_utils
 
 import spurline.accelerator
+import spurline.models.common.mask
 import spurline.moe.kernels.grouped_mm
+import spurline.train.metrics.step_metrics
 import spurline.train.optimizer.build
 import spurline.train.optimizer.masked
 from spurline.simulate.timeline import Event, Stream, Timeline
@@ -72,6 +74,9 @@ def simulated_device(
         # The device stands for one with fused optimizers that can skip a step, and a kernel for grouped products.
         replace(spurline.train.optimizer.masked, "can_skip_fused_adamw", lambda device: True)
         replace(spurline.moe.kernels.grouped_mm, "has_grouped_mm_kernel", lambda device, dtype: dtype == torch.bfloat16)
+        replace(spurline.models.common.mask, "_flex", lambda device: _attention_by_blocks)
+        # Pipeline stages that do not exist have no records.
+        replace(spurline.train.metrics.step_metrics, "join_records", lambda record, reductions, group: record)
         # What was remembered of another simulated device.
         replace(spurline.accelerator, "_side_streams", {})
         spurline.accelerator._memory_of.cache_clear()
@@ -215,3 +220,12 @@ def _attention(
         attn_mask = torch.zeros_like(attn_mask, dtype=q_BHLR.dtype).masked_fill_(~attn_mask, float("-inf"))
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
     return efficient(q_BHLR, k_BGSR, v_BGSV, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
+
+
+def _attention_by_blocks(
+    q_BHLR: Tensor, k_BGSR: Tensor, v_BGSV: Tensor, block_mask: Any, scale: float, enable_gqa: bool
+) -> Tensor:
+    """flex_attention, which does not run on this device: the same work, if half of the keys are seen."""
+    return torch.nn.functional.scaled_dot_product_attention(
+        q_BHLR, k_BGSR, v_BGSV, is_causal=True, scale=scale, enable_gqa=enable_gqa
+    )

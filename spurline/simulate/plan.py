@@ -8,9 +8,19 @@ from typing import Any
 
 from spurline.config import RunConfig
 from spurline.hardware import Hardware
+from spurline.parallel.stages import stages_of_rank
 from spurline.simulate.memory import HOLDERS
+from spurline.simulate.pipeline import SPLIT
 from spurline.simulate.routing import RoutingModel
-from spurline.simulate.run import MOST_MICRO_BATCHES, Simulation, simulate_step
+from spurline.simulate.run import Simulation, simulate_step
+from spurline.simulate.schedule import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    pipeline_times,
+    schedule_order,
+)
 from spurline.simulate.timeline import Efficiency
 
 RESERVE = 0.06
@@ -62,6 +72,10 @@ class Plan:
     host_reads: int
     launches: int
     simulation_seconds: float
+    stages: list[dict[str, Any]] = field(default_factory=list)
+    """Of each rank of a pipeline: its layers, memory, and the part of the step in which it waits for others."""
+    bubble: float = 0.0
+    """That part for all ranks of the pipeline together."""
     estimated: bool = False
     """From a few layers, not from all."""
     curve: dict[str, Any] = field(default_factory=dict)
@@ -86,7 +100,66 @@ def plan_step(
 ) -> Plan:
     """Simulate a step of the config and summarize it; num_points is of the memory curve."""
     eager = replace(config, compile=replace(config.compile, enable=False))
+    if config.parallelism.pipeline_parallel_degree > 1:
+        done = {
+            rank: simulate_step(eager, num_ranks, hardware, routing, efficiency, pipeline_rank=rank)
+            for rank in simulated_ranks(config.parallelism.pipeline_parallel_degree)
+        }
+        return _with_stages(done, efficiency or Efficiency(), num_points)
     return summarize(simulate_step(eager, num_ranks, hardware, routing, efficiency), num_points)
+
+
+def simulated_ranks(pp: int) -> list[int]:
+    """Which ranks of a pipeline are simulated: the first and the last, and of many two between them."""
+    return list(range(pp)) if pp <= 4 else [0, 1, pp // 2, pp - 1]
+
+
+def _with_stages(done: dict[int, Simulation], efficiency: Efficiency, num_points: int) -> Plan:
+    """The plan of the rank that needs most memory, in a step that takes as long as its schedule says."""
+    plans = {rank: summarize(one, num_points) for rank, one in done.items()}
+    largest = max(plans, key=lambda rank: plans[rank].peak_bytes)
+    one, plan = done[largest], plans[largest]
+    d, training, schedule = one.degrees, one.config.training, one.config.parallelism.pipeline_parallel_schedule
+    measured = {key: seconds for other in done.values() for key, seconds in other.stage_seconds.items()}
+    layers = one.layers_of_stages
+
+    def seconds_of(kind: str, stage: int) -> float:
+        way = FORWARD if kind == FORWARD else BACKWARD
+        if (way, stage) not in measured:  # like the nearest one that was simulated, for as many layers
+            near = min((s for _, s in measured), key=lambda s: (abs(s - stage), s))
+            (first, end), (near_first, near_end) = layers[stage], layers[near]
+            measured[way, stage] = measured[way, near] * (end - first) / (near_end - near_first)
+        return measured[way, stage] * (SPLIT if kind in (BACKWARD_INPUT, BACKWARD_WEIGHT) else 1.0)
+
+    hidden_bytes = training.local_batch_size * training.seq_len * one.config.model.dim // (d.cp * d.tp)
+    hidden_bytes *= 2 if training.dtype == "bfloat16" else 4
+    link = one.hardware.inter_node_bandwidth if d.world > one.hardware.gpus_per_node else 0.0
+    link = link or one.hardware.intra_node_bandwidth
+    transfer = hidden_bytes / (link * efficiency.link) + efficiency.latency_seconds
+    order = schedule_order(schedule, d.pp, one.num_micro_batches)
+    times = pipeline_times(order, seconds_of, transfer)
+    of_micro_batches = sum(seconds_of(*key) * one.simulated_micro_batches for key in one.stage_seconds)
+    seconds = times.seconds + max(0.0, one.step_seconds - of_micro_batches)
+    stages = [
+        {
+            "rank": rank,
+            "layers": [list(layers[stage]) for stage in stages_of_rank(schedule, d.pp, rank)],
+            "peak_bytes": plans[rank].peak_bytes if rank in plans else None,
+            "busy_seconds": times.busy[rank],
+            "bubble": times.bubbles[rank],
+        }
+        for rank in range(d.pp)
+    ]
+    waiting = times.seconds - times.busy[largest]
+    return replace(
+        plan,
+        step_seconds=seconds,
+        exposed_seconds={**plan.exposed_seconds, "other pipeline stages": waiting},
+        mfu=plan.model_flops / (seconds * one.hardware.bf16_flops),
+        stages=stages,
+        bubble=times.bubble,
+        simulation_seconds=sum(other.simulation_seconds for other in done.values()),
+    )
 
 
 def summarize(done: Simulation, num_points: int = 0) -> Plan:
@@ -95,8 +168,7 @@ def summarize(done: Simulation, num_points: int = 0) -> Plan:
     phase, module = _where(done, moment)
     tokens = training.local_batch_size * training.seq_len * done.num_micro_batches * degrees.dp
     model_flops = done.config.model.flops_per_token(training.seq_len) * tokens // degrees.world
-    simulated = min(done.num_micro_batches, MOST_MICRO_BATCHES)
-    scale = done.num_micro_batches / simulated
+    scale = done.num_micro_batches / done.simulated_micro_batches
     labels = {one.collective.label for one in done.trace.collectives}
     busy, exposed = done.timeline.busy, done.timeline.exposed
     longest_first = sorted(exposed, key=lambda label: -exposed[label])
@@ -130,8 +202,10 @@ def layout_of(done: Simulation) -> dict[str, Any]:
     d, config = done.degrees, done.config
     return {
         "ranks": d.world,
+        "pp": d.pp,
         "dp_replicate": d.dp_replicate,
         "dp_shard": d.dp_shard,
+        "cp": d.cp,
         "tp": d.tp,
         "ep": d.ep,
         "etp": d.etp,
@@ -167,7 +241,11 @@ def _traffic(done: Simulation) -> list[Traffic]:
     groups: dict[tuple[str, str, int, str, str], list[float]] = {}
     for one in done.trace.collectives:
         c = one.collective
-        times = done.repeats if one.micro_batch == 2 and one.phase in ("forward", "backward") else 1
+        times = 1.0
+        if one.phase in ("forward", "backward") and done.degrees.pp > 1:
+            times = done.num_micro_batches / done.simulated_micro_batches
+        elif one.phase in ("forward", "backward") and one.micro_batch == 2:
+            times = done.repeats
         sums = groups.setdefault((c.kind, c.axis, c.group_size, c.dtype, one.phase), [0, 0, 0, 0])
         for index, value in enumerate((1, c.num_bytes, c.intra_bytes, c.inter_bytes)):
             sums[index] += times * value

@@ -22,11 +22,13 @@ from spurline.hardware import Hardware
 from spurline.moe.layer import MoE
 from spurline.parallel.degrees import Degrees, resolve_degrees
 from spurline.parallel.mesh import build_meshes
+from spurline.parallel.pipeline import PipelinedModel
 from spurline.parallel.world import World
 from spurline.simulate.collectives import Groups
 from spurline.simulate.compiled import CompiledGraphs
 from spurline.simulate.device import DEVICE, replaced, simulated_device
 from spurline.simulate.memory import GRADIENTS, OPTIMIZER, PARAMETERS, Memory
+from spurline.simulate.pipeline import OwnPipeline, few_micro_batches
 from spurline.simulate.places import ModuleTracker, Place
 from spurline.simulate.recorder import Recorder, Trace
 from spurline.simulate.routing import RoutingModel
@@ -58,9 +60,15 @@ class Simulation:
     """Shapes of parameters: whole, and this rank's part of them."""
     num_moe_layers: int
     num_micro_batches: int
-    """Of the step; at most MOST_MICRO_BATCHES of them were run."""
+    """Of the step."""
+    simulated_micro_batches: int
+    """How many of them were run."""
+    stage_seconds: dict[tuple[str, int], float]
+    """How long a micro-batch takes in this rank's pipeline stages, by direction (F, B) and stage; empty without any."""
+    layers_of_stages: list[tuple[int, int]]
+    """First and end layer of every pipeline stage; empty without any."""
     step_seconds: float
-    """Of all micro-batches."""
+    """Of all micro-batches; with pipeline stages of those that were run, one after the other."""
     simulation_seconds: float
 
     @property
@@ -77,26 +85,29 @@ def simulate_step(
     efficiency: Efficiency | None = None,
     after_step: AfterStep | None = None,
     warm_up: bool = False,
+    pipeline_rank: int = 0,
 ) -> Simulation:
-    """Build the trainer of `config` as rank 0 of num_ranks and take its first step, with the optimizer's state there.
+    """Build the trainer of `config` as a rank of num_ranks and take its first step, with the optimizer's state there.
 
     after_step may do more while everything is recorded, such as to log. With warm_up, it is the second step that is
-    recorded: without what is made once and kept, but also without the memory of that.
+    recorded: without what is made once and kept, but also without the memory of that. The rank is the first of those
+    that have the stages of `pipeline_rank`.
     """
     started = time.perf_counter()
     routing = routing or RoutingModel()
     degrees = resolve_degrees(config.parallelism, num_ranks)
     num_micro_batches = _num_micro_batches(config, degrees)
     timeline, graphs = Timeline(hardware, efficiency), CompiledGraphs()
-    config = _short(config, degrees, num_micro_batches)
-    with fake_world(num_ranks, degrees) as world, graphs.recording(config) as config:
+    config, simulated = _short(config, degrees, num_micro_batches)
+    with fake_world(num_ranks, degrees, pipeline_rank * degrees.stage) as world, graphs.recording(config) as config:
         recorder = _Simulator(config, world, hardware, timeline, routing)
         recorder.graphs, graphs.recorder = graphs, recorder
         with simulated_device(timeline, recorder.waited, recorder.made_of_list):
             trainer = make_trainer(config, world, _data(config), draw_weights=False)
             recorder.run(trainer, after_step, warm_up)
     seconds = timeline.finish()
-    seconds += (max(num_micro_batches, MOST_MICRO_BATCHES) - MOST_MICRO_BATCHES) * _middle_seconds(recorder.trace)
+    if degrees.pp == 1:
+        seconds += (max(num_micro_batches, MOST_MICRO_BATCHES) - MOST_MICRO_BATCHES) * _middle_seconds(recorder.trace)
     return Simulation(
         config=config,
         degrees=degrees,
@@ -109,20 +120,23 @@ def simulate_step(
         weights=recorder.weights,
         num_moe_layers=recorder.num_moe_layers,
         num_micro_batches=num_micro_batches,
+        simulated_micro_batches=simulated,
+        stage_seconds=recorder.stage_seconds,
+        layers_of_stages=recorder.layers_of_stages,
         step_seconds=seconds,
         simulation_seconds=time.perf_counter() - started,
     )
 
 
 @contextmanager
-def fake_world(num_ranks: int, degrees: Degrees) -> Iterator[World]:
-    """Rank 0 of num_ranks, none of which exist."""
+def fake_world(num_ranks: int, degrees: Degrees, rank: int = 0) -> Iterator[World]:
+    """One of num_ranks, none of which exist."""
     if num_ranks == 1:
         yield World(DEVICE, degrees)
         return
     if dist.is_initialized():
         raise ValueError("a step can't be simulated inside a process group: run it in a process of its own")
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
     try:
         yield World(DEVICE, degrees, build_meshes(degrees, DEVICE.type))
     finally:
@@ -141,6 +155,8 @@ class _Simulator(Recorder):
         self.moe = getattr(config.model, "moe", None)
         self.tracker, self.num_moe_layers = ModuleTracker(nn.Module()), 0
         self._chosen: dict[tuple[str, int], Tensor] = {}
+        self.stage_seconds: dict[tuple[str, int], float] = {}
+        self.layers_of_stages: list[tuple[int, int]] = []
 
     def _module(self) -> str:
         return self.tracker.current
@@ -160,6 +176,8 @@ class _Simulator(Recorder):
         model, optimizer = trainer.model, trainer.optimizer
         self.tracker = ModuleTracker(model)
         trainer.timer = _PhaseTimer(self, model)
+        if isinstance(model, PipelinedModel):
+            self._simulate_pipeline(trainer, model)
         with self:
             if warm_up:
                 trainer.step(1)
@@ -183,6 +201,17 @@ class _Simulator(Recorder):
                 with self.tracker.watch():
                     self._step(trainer, after_step, 1 + warm_up)
         self.recording = False
+        if isinstance(trainer.pipeline, OwnPipeline):
+            self.stage_seconds = trainer.pipeline.stage_seconds()
+
+    def _simulate_pipeline(self, trainer: Trainer, model: PipelinedModel) -> None:
+        """Neighbours that do not exist send nothing, and are sent nothing."""
+        tokens_BL = trainer.micro_batches(1)[0].tokens_BL
+        number = len(trainer.micro_batches_on_host(1))
+        pipeline = OwnPipeline(model, number, tokens_BL, trainer.timer.phase)
+        pipeline.timeline, trainer.pipeline = self.timeline, pipeline
+        setattr(model, "exchanged_with_other_end", torch.empty_like)  # noqa: B010
+        self.layers_of_stages = model.layout.layers
 
     def _step(self, trainer: Trainer, after_step: AfterStep | None, number: int) -> None:
         with trainer.timer.step():
@@ -258,12 +287,15 @@ def _num_micro_batches(config: RunConfig[Any], degrees: Degrees) -> int:
     return max(1, training.global_batch_size // (training.local_batch_size * degrees.dp))
 
 
-def _short(config: RunConfig[Any], degrees: Degrees, num_micro_batches: int) -> RunConfig[Any]:
-    """The same step with as few micro-batches as tell all of it."""
-    if num_micro_batches <= MOST_MICRO_BATCHES:
-        return config
-    size = config.training.local_batch_size * degrees.dp * MOST_MICRO_BATCHES
-    return replace(config, training=replace(config.training, global_batch_size=size))
+def _short(config: RunConfig[Any], degrees: Degrees, num_micro_batches: int) -> tuple[RunConfig[Any], int]:
+    """The same step with as few micro-batches as tell all of it, and their number."""
+    few = min(num_micro_batches, MOST_MICRO_BATCHES)
+    if degrees.pp > 1:
+        few = few_micro_batches(config.parallelism.pipeline_parallel_schedule, degrees.pp, num_micro_batches)
+    if few == num_micro_batches:
+        return config, few
+    size = config.training.local_batch_size * degrees.dp * few
+    return replace(config, training=replace(config.training, global_batch_size=size)), few
 
 
 def _middle_seconds(trace: Trace) -> float:

@@ -33,7 +33,8 @@ def estimate_step(
     others = getattr(model, "num_dense_layers", 0)
     others = 0 if others >= model.num_layers else others
     how = num_ranks, hardware, routing, efficiency
-    if model.num_layers - others <= FEW_LAYERS:
+    is_cut = config.parallelism.pipeline_parallel_degree > 1  # then a rank has few layers anyway
+    if is_cut or model.num_layers - others <= FEW_LAYERS:
         return plan_step(config, *how)
     low, high = (
         plan_step(replace(config, model=replace(model, num_layers=others + layers)), *how)
@@ -142,7 +143,7 @@ def what_would_help(
         section = replace(config.activation_checkpoint, mode=mode)  # type: ignore[arg-type]
         changes.append((f"--activation_checkpoint.mode {mode}", replace(config, activation_checkpoint=section)))
     given = config.parallelism
-    for name in ("expert_parallel_degree", "tensor_parallel_degree"):
+    for name in ("expert_parallel_degree", "tensor_parallel_degree", "context_parallel_degree"):
         for factor in (2, 8):
             changed = replace(given, **{name: getattr(given, name) * factor, "data_parallel_shard_degree": -1})
             if not degree_problems(changed, num_ranks, model=config.model, training=config.training):
@@ -158,5 +159,7 @@ def what_would_help(
 
 def describe_layout(plan: Plan) -> str:
     layout = plan.layout
-    axes = ", ".join(f"{name} {layout[name]}" for name in ("dp_replicate", "tp", "ep", "etp") if layout[name] > 1)
+    axes = ", ".join(
+        f"{name} {layout[name]}" for name in ("pp", "dp_replicate", "cp", "tp", "ep", "etp") if layout[name] > 1
+    )
     return f"{axes or 'dp_shard only'}, recompute {layout['recompute']}"

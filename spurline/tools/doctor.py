@@ -221,7 +221,24 @@ def _backends() -> list[Finding]:
             "for accelerator ranks" if nccl and wanted else missing if not nccl else not_needed,
             "install a PyTorch build for this accelerator" if wanted and not nccl else "",
         ),
+        _pipeline_schedules(),
     ]
+
+
+def _pipeline_schedules() -> Finding:
+    from torch.distributed.pipelining.schedules import get_schedule_class
+
+    from spurline.parallel.stages import SCHEDULES
+
+    missing = []
+    for name, schedule in SCHEDULES.items():
+        try:
+            get_schedule_class(schedule.torch_name)
+        except ValueError:
+            missing.append(name)
+    if missing:
+        return Finding("pipeline", False, f"this PyTorch lacks the schedules {', '.join(missing)}", "use another one")
+    return Finding("pipeline", True, f"schedules {', '.join(SCHEDULES)}")
 
 
 def _compile() -> list[Finding]:

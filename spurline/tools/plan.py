@@ -131,7 +131,7 @@ def _row(plan: Plan) -> str:
     exposed = sum(plan.exposed_seconds.values()) / plan.step_seconds
     options = [
         f"--parallelism.{name}_parallel_degree {layout[key]}"
-        for name, key in (("tensor", "tp"), ("expert", "ep"))
+        for name, key in (("pipeline", "pp"), ("context", "cp"), ("tensor", "tp"), ("expert", "ep"))
         if layout[key] > 1
     ]
     options.append(f"--activation_checkpoint.mode {layout['recompute']}")
@@ -145,7 +145,7 @@ def lines_of(plan: Plan, name: str) -> list[str]:
     """The plan as text."""
     layout = plan.layout
     axes = ", ".join(
-        f"{key} {layout[key]}" for key in ("dp_replicate", "dp_shard", "tp", "ep", "etp") if layout[key] > 1
+        f"{key} {layout[key]}" for key in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "etp") if layout[key] > 1
     )
     batch = f"{layout['local_batch_size']} x {layout['seq_len']:,} tokens"
     micro = f" x {layout['micro_batches']} micro-batches" if layout["micro_batches"] > 1 else ""
@@ -159,6 +159,12 @@ def lines_of(plan: Plan, name: str) -> list[str]:
         *(f"  {gib(size):>10}  {holder}" for holder, size in plan.holders.items() if size),
         "",
     ]
+    if plan.stages:
+        lines += [
+            f"pipeline  ranks wait for other stages in {plan.bubble:.1%} of the time of all micro-batches (bubble)",
+            *map(_stage_line, plan.stages),
+            "",
+        ]
     if plan.largest:
         lines += ["largest at the peak", *map(_largest_line, plan.largest), ""]
     lines += [
@@ -173,6 +179,13 @@ def lines_of(plan: Plan, name: str) -> list[str]:
         *_time_lines(plan),
     ]
     return lines
+
+
+def _stage_line(stage: dict[str, Any]) -> str:
+    layers = " and ".join(f"{first} to {end - 1}" for first, end in stage["layers"])
+    memory = "" if stage["peak_bytes"] is None else gib(stage["peak_bytes"])
+    times = f"{stage['busy_seconds']:.3f} s, bubble {stage['bubble']:.1%}"
+    return f"  {memory:>10}  rank {stage['rank']}, layers {layers}: {times}"
 
 
 def _largest_line(row: dict[str, Any]) -> str:

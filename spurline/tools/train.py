@@ -12,6 +12,8 @@ from typing import Any
 from spurline.config import RunConfig
 from spurline.config_io import ConfigError, to_json
 from spurline.hardware import hardware_named
+from spurline.parallel.degrees import resolve_degrees
+from spurline.parallel.stages import cut_layers, num_stages
 from spurline.tools.console import complain, gib, human, human_flops
 from spurline.tools.options import PROG, resolve
 from spurline.train.exit_codes import ExitCode, exit_code_of
@@ -104,10 +106,11 @@ def raised_by_us(error: BaseException) -> bool:
 def describe_cost(config: RunConfig[Any], world_size: int) -> str:
     """Format the parameter count, tokens and FLOPs of a config as text."""
     training, model = config.training, config.model
-    data_ranks = world_size // config.parallelism.tensor_parallel_degree
+    data_ranks = resolve_degrees(config.parallelism, world_size).dp
     sequences = training.global_batch_size if training.global_batch_size > 0 else training.local_batch_size * data_ranks
     tokens = sequences * training.seq_len
     flops = model.flops_per_token(training.seq_len)
+    stages = describe_stages(config, sequences // (training.local_batch_size * data_ranks))
     return "\n".join(
         [
             f"parameters  {human(model.num_params())} total, {human(model.num_active_params())} active per token",
@@ -115,9 +118,21 @@ def describe_cost(config: RunConfig[Any], world_size: int) -> str:
             f" {tokens * training.steps:,} in {training.steps:,} steps",
             f"compute     {human_flops(flops)} per token, {human_flops(flops * tokens)} per step,"
             f" {human_flops(flops * tokens * training.steps)} in total (forward and backward)",
+            *([stages] if stages else []),
             f"run folder  {config.job.dump_folder}",
         ]
     )
+
+
+def describe_stages(config: RunConfig[Any], num_micro_batches: int) -> str:
+    """Format the layers of each pipeline stage as text; empty without stages."""
+    degree, schedule = config.parallelism.pipeline_parallel_degree, config.parallelism.pipeline_parallel_schedule
+    if degree == 1:
+        return ""
+    costs, least = config.model.costs(config.training.seq_len), config.model.parallel_facts().first_stage_layers
+    cut = cut_layers(costs, num_stages(schedule, degree), least)
+    layers = ", ".join(f"{first}" if end - first == 1 else f"{first}-{end - 1}" for first, end in cut)
+    return f"pipeline    {len(cut)} stages of layers {layers}; {num_micro_batches} micro-batches a step by {schedule}"
 
 
 def describe_memory(config: RunConfig[Any], world_size: int) -> str:

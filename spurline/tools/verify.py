@@ -91,18 +91,18 @@ def model_problems(model: Any) -> list[str]:
 
 
 def _parse_command(argv: list[str]) -> tuple[Command[Any], set[str], list[str]]:
-    """The options, the names of MoE options that cells must not vary, and the errors."""
+    """The options, the names of options of the model that cells must not vary, and the errors."""
     before, options = split_options(argv)
     named = {option.name: option.values[0] for option in options if option.values}
     problems = load_user_code(argv)
     model: Any = TINY_MODEL
-    given = {option.name.removeprefix("model.moe.").removeprefix("no_") for option in options}
+    given = {option.name.removeprefix("model.").removeprefix("moe.").removeprefix("no_") for option in options}
     if "module" in named or "config" in named:
         module, config = named.get("module", ""), named.get("config", "")
         not_found = preset_problems(module, config, prefix="--")
         problems += not_found
         model = UnknownModel() if not_found else family_configs(module)[config]().model
-        given = {field.name for field in dataclasses.fields(MoEConfig)}
+        given = {field.name for field in dataclasses.fields(MoEConfig)} | {"num_layers", "tied_embeddings"}
     if isinstance(model, UnknownModel):
         argv = before + [token for option in options if not option.name.startswith("model.") for token in option.tokens]
     kind: Any = Command[type(model)]  # type: ignore[misc]

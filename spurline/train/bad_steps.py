@@ -222,7 +222,7 @@ def _together(by_rank: list[Evidence], names: list[str]) -> Evidence:
     not_finite = {name for found in by_rank for name in found.parameters}
     return Evidence(
         where,
-        [name for name in names if name in not_finite],
+        [name for name in names if name in not_finite] + sorted(not_finite - set(names)),  # of other pipeline stages
         len(names),
         _by_layer(item for found in by_rank for item in found.norm_by_layer.items()),
         _by_layer(item for found in by_rank for item in found.last_finite_by_layer.items()),

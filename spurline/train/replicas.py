@@ -46,13 +46,14 @@ class ReplicaCheck:
         self._tensors: list[Tensor] = []
         self._axes: dict[tuple[str, str], _Axis] = {}
         self._under_way: tuple[int, Tensor, Tensor, HostCopy] | None = None
+        self._is_needed = False
         if self._interval:
             self._find(model)
 
     def check(self, step: int, saving: bool) -> None:
         """After a step: a ValueError if copies differed at the last comparison or, with `saving`, differ now."""
         self.finish()
-        if self._axes and (saving or step % self._interval == 0):
+        if self._is_needed and (saving or step % self._interval == 0):
             self._start(step)
         if saving:
             self.finish()
@@ -68,7 +69,11 @@ class ReplicaCheck:
     def _find(self, model: nn.Module) -> None:
         meshes = self._world.meshes
         assert meshes is not None
-        everywhere = [("data", meshes.batch_group), ("tp", meshes.tp_mesh.get_group())]
+        everywhere = [
+            ("data", meshes.batch_group),
+            ("cp", meshes.cp_group),
+            ("tp", meshes.tp_mesh.get_group()),
+        ]
         for name, parameter in model.named_parameters():
             if isinstance(parameter, DTensor):
                 mesh, names = parameter.device_mesh, parameter.device_mesh.mesh_dim_names or ()
@@ -84,6 +89,11 @@ class ReplicaCheck:
                 self._add(name, buffer, everywhere)
         for axis in self._axes.values():
             axis.index_n = torch.tensor(axis.numbers, device=self._world.device)
+        # Pipeline stages hold different tensors, and some may hold no copies; they compare together all the same.
+        found: list[Any] = [bool(self._axes)] * self._world.degrees.pp
+        if meshes.pp is not None:
+            dist.all_gather_object(found, bool(self._axes), group=meshes.pp.get_group())
+        self._is_needed = any(found)
 
     def _add(self, name: str, tensor: Tensor, axes: list[tuple[str, dist.ProcessGroup]]) -> None:
         axes = [(axis, group) for axis, group in axes if group.size() > 1]
@@ -96,7 +106,8 @@ class ReplicaCheck:
 
     @torch.no_grad()
     def _start(self, step: int) -> None:
-        sums_N = torch.stack([_sum_of_bits(tensor) for tensor in self._tensors])
+        sums = [_sum_of_bits(tensor) for tensor in self._tensors]
+        sums_N = torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64, device=self._world.device)
         differs_N = torch.zeros_like(sums_N, dtype=torch.bool)
         for axis in self._axes.values():
             sums_n = sums_N[axis.index_n]
@@ -110,23 +121,23 @@ class ReplicaCheck:
     def _describe(self, step: int, sums: list[int], differs: list[bool]) -> str:
         """Which tensor differs on which ranks, the same on all ranks."""
         own = [
-            (number, axis.name, tuple(dist.get_process_group_ranks(axis.group)), sums[number])
+            (number, self._names[number], axis.name, tuple(dist.get_process_group_ranks(axis.group)), sums[number])
             for axis in self._axes.values()
             for number in axis.numbers
             if differs[number]
         ]
         by_rank: list[Any] = [None] * dist.get_world_size(self._world.host_group)
         dist.all_gather_object(by_rank, own, group=self._world.host_group)
-        sums_of: dict[tuple[int, str, tuple[int, ...]], dict[int, int]] = defaultdict(dict)
+        sums_of: dict[tuple[int, str, str, tuple[int, ...]], dict[int, int]] = defaultdict(dict)
         for rank, found in enumerate(by_rank):
-            for number, axis_name, members, its_sum in found:
-                sums_of[number, axis_name, members][rank] = its_sum
+            for *place, its_sum in found:
+                sums_of[tuple(place)][rank] = its_sum
         unequal = {place: found for place, found in sums_of.items() if len(set(found.values())) > 1}
         first = min(unequal)
-        tensors = {number for number, _, _ in unequal}
+        tensors = {name for _, name, _, _ in unequal}
         more = f", and so do those of {len(tensors) - 1} more tensors" if len(tensors) > 1 else ""
         return (
-            f"step {step}: the copies of {self._names[first[0]]} differ: {_who(unequal[first])} ({first[1]}){more}."
+            f"step {step}: the copies of {first[1]} differ: {_who(unequal[first])} ({first[2]}){more}."
             " The memory or the arithmetic of a rank has failed, or something but the optimizer has changed a tensor."
             " Run the same command to resume from the last checkpoint"
         )

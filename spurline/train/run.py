@@ -39,6 +39,7 @@ from spurline.train.progress import Progress
 from spurline.train.rank_options import options_of_rank
 from spurline.train.run_folder import check_run_folder, make_run_folder, overwrite, set_aside
 from spurline.train.sample import append_sample, sample_text
+from spurline.train.setup import weights_changed
 from spurline.train.step_back import SpikeWatch, step_back
 from spurline.train.stop_signal import StopSignal
 from spurline.train.trainer import Trainer, make_trainer
@@ -88,6 +89,7 @@ def train(module: str, config_name: str, config: RunConfig[Any]) -> Ended:
             start = Position()
             if moved := Ranks().first(lambda: set_aside(folder)):
                 progress.log(moved)
+        weights_changed(trainer.model)
         for line in [*describe(config_name, trainer, start, keeps_memory), *lines]:
             progress.log(line)
         if world.is_first:

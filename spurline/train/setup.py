@@ -16,6 +16,7 @@ from spurline.moe.experts.experts import Experts
 from spurline.parallel.compile import compile_function
 from spurline.parallel.fsdp import Sharding
 from spurline.parallel.model import parallelize_model
+from spurline.parallel.pipeline import PipelinedModel, make_layout
 from spurline.parallel.precision import convert_layers
 from spurline.parallel.world import World
 from spurline.train.freezing import freeze
@@ -56,13 +57,30 @@ def build_model(config: RunConfig[Any], world: World, draw_weights: bool = True)
     check_backends(model, world.device, getattr(torch, config.training.dtype))
     per_param_mesh = False if config.debug.separate_expert_units else None
     remat, sharding = config.activation_checkpoint.mode, sharding_of(config)
-    parallelize_model(model, world.meshes, remat, config.compile, per_param_mesh, sharding)
-    model.to_empty(device=world.device)
-    initialize_buffers(model)
+    kind = config.parallelism.context_parallel_kind
+
+    def parallelize(model: nn.Module) -> None:
+        parallelize_model(model, world.meshes, remat, config.compile, per_param_mesh, sharding, kind)
+        model.to_empty(device=world.device)
+        initialize_buffers(model)
+
+    if world.meshes is not None and world.meshes.pp is not None:
+        schedule = config.parallelism.pipeline_parallel_schedule
+        layout = make_layout(config.model, config.training.seq_len, schedule, world.meshes.pp.get_group())
+        model = PipelinedModel(model, layout, parallelize)
+    else:
+        parallelize(model)
     if draw_weights:
         initialize_parameters(model, config.training.seed)
+        weights_changed(model)
     model.compute_dtype = getattr(torch, config.training.dtype)
     return model
+
+
+def weights_changed(model: nn.Module) -> None:
+    """Call it when weights were drawn or loaded: whatever follows them is brought up to date."""
+    if isinstance(model, PipelinedModel):
+        model.update_followers()
 
 
 def check_backends(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
@@ -78,10 +96,14 @@ def sharding_of(config: RunConfig[Any]) -> Sharding:
     """How FSDP2 is to shard the model."""
     training = config.training
     param_dtype = training.dtype if training.mixed_precision_param == "auto" else training.mixed_precision_param
+    # Every micro-batch of a pipeline would gather the weights of its stage anew.
+    reshard = config.parallelism.fsdp_reshard_after_forward
+    if reshard == "default" and config.parallelism.pipeline_parallel_degree > 1:
+        reshard = "never"
     return Sharding(
         param_dtype=getattr(torch, param_dtype),
         reduce_dtype=getattr(torch, training.mixed_precision_reduce),
-        reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
+        reshard_after_forward=reshard,
     )
 
 

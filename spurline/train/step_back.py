@@ -10,6 +10,7 @@ from spurline.train.checkpoint.manager import CheckpointManager
 from spurline.train.checkpoint.ranks import Ranks
 from spurline.train.metrics.loss_spikes import LossSpike, LossSpikes
 from spurline.train.position import Position
+from spurline.train.setup import weights_changed
 from spurline.train.trainer import Trainer
 
 
@@ -66,6 +67,7 @@ def step_back(
     Ranks().first(lambda: checkpoints.remove_from(first_step))
     loaded = checkpoints.load_newest(trainer.model, trainer.optimizer)
     assert loaded is not None, "the caller has seen a checkpoint"
+    weights_changed(trainer.model)
     step, extra = loaded
     checkpoints.restore_random(step, trainer.config.training.seed)
     position = Position(step, extra["tokens_seen"], extra["sequences_seen"])

@@ -22,6 +22,7 @@ from spurline.data.prefetch import Prefetcher
 from spurline.device import is_accelerator, use_device
 from spurline.moe.balance import set_token_weight, update_expert_bias
 from spurline.parallel.fsdp import reduce_gradients
+from spurline.parallel.pipeline import PipelinedModel, TrainingPipeline
 from spurline.parallel.world import World
 from spurline.train.bad_steps import BadSteps
 from spurline.train.fingerprint import fingerprint
@@ -35,7 +36,14 @@ from spurline.train.optimizer.masked import step_unless
 from spurline.train.optimizer.schedule import learning_rate, set_learning_rate
 from spurline.train.position import Position
 from spurline.train.routing_record import RoutingRecord
-from spurline.train.setup import build_loss, build_model, build_timer, open_data_for_model, set_up_torch
+from spurline.train.setup import (
+    build_loss,
+    build_model,
+    build_timer,
+    open_data_for_model,
+    set_up_torch,
+    weights_changed,
+)
 
 
 @dataclass
@@ -54,6 +62,8 @@ class Trainer:
     start: Position = field(default_factory=Position, init=False)
     """Where the run began or was resumed; the data of a step is counted from here."""
     tally: StepTally = field(init=False)
+    pipeline: Any = field(default=None, init=False)
+    """What takes micro-batches through pipeline stages: a TrainingPipeline, made with the first step."""
     bad_steps: BadSteps = field(init=False)
     routing: RoutingRecord | None = field(default=None, init=False)
     _fingerprint: dict[str, Any] | None = field(default=None, init=False)
@@ -109,20 +119,23 @@ class Trainer:
         with self.routing.step(step) if self.routing else nullcontext():
             loss = self.accumulate_gradients(micro_batches, num_tokens)
         with self.timer.phase("optimizer"):
-            parameters, max_norm = list(self.model.parameters()), config.training.max_grad_norm
+            parameters = list(self.model.parameters())
             norms_P = gradient_norms(parameters)
-            grad_norm = clip_gradients(parameters, max_norm, self.world.group, norms_P=norms_P)
+            grad_norm = self.clip_gradients(parameters, norms_P)
             failed = self.tally.note(step, num_tokens, loss, grad_norm)
             self.bad_steps.note(failed, norms_P)
             step_unless(failed, self.optimizer)
             self.optimizer.zero_grad()
-            update_expert_bias(self.model, self.world.group, unless=failed)
-        return StepMetrics(step, lr, num_tokens, loss, grad_norm, self.model, self.tally, self.world.group)
+            weights_changed(self.model)
+            update_expert_bias(self.model, self.world.stage_group, unless=failed)
+        return StepMetrics(step, lr, num_tokens, loss, grad_norm, self.model, self.tally, self.world.meshes)
 
     def accumulate_gradients(self, micro_batches: list[Batch], num_tokens: Tensor) -> Tensor:
         """Forward and backward of every micro-batch; returns the mean loss of the step's `num_tokens`, of all ranks."""
         # Every token of the step weighs the same, in the language-model loss as in the balance losses.
         set_token_weight(self.model, 1 / num_tokens)
+        if isinstance(self.model, PipelinedModel):
+            return self.world.sum_over_losses(self._through_stages(self.model, micro_batches, num_tokens))
         total = torch.zeros((), device=self.device)
         once = len(micro_batches) > 1 and not self.config.parallelism.fsdp_reduce_each_micro_batch
         for number, batch in enumerate(micro_batches, 1):
@@ -136,11 +149,34 @@ class Trainer:
                 loss.backward()
             total += loss.detach()
             self.bad_steps.note_micro_batch(loss)
-        return self.world.sum_over_data(total)
+        return self.world.sum_over_losses(total)
 
-    def loss_of(self, batch: Batch) -> Tensor:
-        """The loss of a micro-batch, summed over its real tokens."""
-        return self.model(batch.tokens_BL, labels_BL=batch.labels_BL, loss_sum=self.loss_sum, **batch.extras)
+    def _through_stages(self, model: PipelinedModel, micro_batches: list[Batch], num_tokens: Tensor) -> Tensor:
+        """The same by the schedule of pipeline stages; returns this rank's part of the loss."""
+        if self.pipeline is None:
+            tokens_BL = micro_batches[0].tokens_BL
+            self.pipeline = TrainingPipeline(model, len(micro_batches), tokens_BL, self.timer.phase)
+
+        def loss_of(part: Any, batch: Batch, hidden_BlD: Tensor | None) -> Tensor:
+            out = self.loss_of(batch, part, hidden_BlD=hidden_BlD)
+            return out / num_tokens if part.is_last_stage else out
+
+        losses: list[Tensor] = self.pipeline.step(micro_batches, loss_of)
+        for loss in losses:
+            self.bad_steps.note_micro_batch(loss)
+        model.sum_gradients_of_copies()
+        return torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)
+
+    def clip_gradients(self, parameters: list[nn.Parameter], norms_P: Tensor) -> Tensor:
+        """Clip by the norm of all gradients of the model, on whatever ranks they are; returns it."""
+        max_norm, group, sharers = self.config.training.max_grad_norm, self.world.group, self.world.degrees.stage
+        elsewhere = self.model.second_copies() if isinstance(self.model, PipelinedModel) else set()
+        return clip_gradients(parameters, max_norm, group, norms_P, sharers, elsewhere)
+
+    def loss_of(self, batch: Batch, model: nn.Module | None = None, **options: Any) -> Tensor:
+        """The loss of a micro-batch, summed over its real tokens; of a pipeline stage, what it returns."""
+        options = {**batch.extras, **options}
+        return (model or self.model)(batch.tokens_BL, labels_BL=batch.labels_BL, loss_sum=self.loss_sum, **options)
 
     def micro_batches(self, step: int) -> list[Batch]:
         """This rank's sequences of the step, on its device."""

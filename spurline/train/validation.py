@@ -34,7 +34,7 @@ def validation_loss(trainer: Trainer) -> float | None:
         total += trainer.loss_of(batch)
         num_tokens += trainer.count_tokens([batch.labels_BL])
     trainer.model.train()
-    sums = {"loss": world.sum_over_data(total), "tokens": num_tokens}
+    sums = {"loss": world.sum_over_losses(total), "tokens": num_tokens}
     read = reduce_metrics(Offered(name, "", Metric(value, "same")) for name, value in sums.items()).read()
     return read["loss"] / read["tokens"]
 

@@ -16,6 +16,7 @@ from spurline.comm.collectives import (
     all_gather_counts,
     all_gather_sequence,
     all_reduce_sum,
+    all_to_all_heads,
     copy_to_group,
     reduce_scatter_sequence,
 )
@@ -55,6 +56,17 @@ def check(
         total = torch.stack([loss(y, r) for r, y in enumerate(all_y)]).sum()
         total.backward()
         torch.testing.assert_close(x.grad, all_x[rank].grad, msg=lambda text, kind=kind: f"{kind} gradient: {text}")
+
+
+def exchange_heads(rank: int, shape: tuple[int, ...]) -> None:
+    xs = [torch.randn(dist.get_world_size(), *shape) for _ in range(dist.get_world_size())]
+    check(rank, lambda x: all_to_all_heads(x, world()), lambda xs: list(torch.stack(xs).transpose(0, 1)), xs)
+
+
+@SIZES
+def test_all_to_all_gives_each_rank_its_part_of_all(ranks: RankPool, size: int) -> None:
+    ranks.run(exchange_heads, size, (3, 2))
+    ranks.run(exchange_heads, size, (2, 0))
 
 
 def gather(rank: int, shape: tuple[int, ...], dim: int, dtype: torch.dtype) -> None:

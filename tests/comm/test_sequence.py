@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from spurline.comm.sequence import SequenceShard
+from spurline.comm.sequence import HeadTailShard, SequenceShard
 
 LENGTH = st.integers(0, 40)
 SIZE = st.integers(1, 12)
@@ -113,3 +113,50 @@ def test_traces_in_one_graph_for_any_length(rank: int) -> None:
             assert torch.equal(actual, expected)
     # One for lengths that 4 divides and one for the others; 0 and 1 real positions are special to the tracer.
     assert len(graphs) <= (2 if rank == 0 else 4)
+
+
+def head_tail_shards(length: int, size: int, cut: int = 0) -> list[HeadTailShard]:
+    """Of all ranks, for a sequence that was shortened by `cut` positions."""
+    whole = [HeadTailShard(length + cut, size, rank) for rank in range(size)]
+    return [shard.shortened(cut) for shard in whole] if cut else whole
+
+
+@given(LENGTH, SIZE, st.integers(0, 5))
+def test_head_and_tail_chunks_have_every_position_once_and_in_rising_order(length: int, size: int, cut: int) -> None:
+    everyone = head_tail_shards(length, size, cut)
+    positions = [shard.positions(torch.device("cpu")) for shard in everyone]
+    assert sorted(torch.cat(positions).tolist()) == list(range(length))
+    x = torch.arange(100, 100 + length)
+    for shard, position_l in zip(everyone, positions, strict=True):
+        assert len(position_l) == shard.num_real
+        assert position_l.tolist() == sorted(position_l.tolist())
+        assert torch.equal(shard.shard(x, 0), x[position_l])
+
+
+@given(LENGTH, SIZE, st.integers(0, 5))
+def test_padded_head_tail_shards_of_all_ranks_are_the_sequence_again(length: int, size: int, cut: int) -> None:
+    x_2L3 = torch.randn(2, length, 3)
+    everyone = head_tail_shards(length, size, cut)
+    padded = [shard.pad(shard.shard(x_2L3, 1), 1) for shard in everyone]
+    assert {part.shape[1] for part in padded} == {2 * everyone[0].per_chunk}
+    for shard, part in zip(everyone, padded, strict=True):
+        assert torch.equal(shard.in_order(torch.cat(padded, 1), 1), x_2L3)
+        assert torch.equal(shard.by_rank(x_2L3, -2), torch.cat(padded, 1))
+        assert torch.equal(shard.trim(part, 1), shard.shard(x_2L3, 1))
+
+
+@given(st.integers(1, 50), st.integers(1, 16))
+def test_every_rank_has_a_position_if_there_are_as_many(more: int, size: int) -> None:
+    assert all(shard.num_real for shard in head_tail_shards(size + more - 1, size))
+
+
+@given(st.integers(1, 8), SIZE)
+def test_causal_work_is_the_same_on_all_ranks(per_chunk: int, size: int) -> None:
+    work = [int(shard.positions(torch.device("cpu")).sum()) for shard in head_tail_shards(2 * size * per_chunk, size)]
+    assert len(set(work)) == 1
+
+
+def test_a_shortened_sequence_leaves_a_rank_the_first_of_its_positions() -> None:
+    for shard in head_tail_shards(13, 3):
+        kept = shard.shortened(4).positions(torch.device("cpu")).tolist()
+        assert kept == [p for p in shard.positions(torch.device("cpu")).tolist() if p < 9]

@@ -95,27 +95,64 @@ def run_on_rank(rank: int, config: RunConfig[Any]) -> dict[str, Tensor]:
         return loss_and_gradients(config, world)
 
 
-@pytest.mark.parametrize(("name", "compiled"), [*((name, False) for name in MODELS), ("qwen3-tied", True)])
-def test_first_step_on_four_ranks_is_that_of_one(ranks: RankPool, tmp_path: Path, name: str, compiled: bool) -> None:
-    (tmp_path / "text.txt").write_text("a spur line is a side track that carries some of the traffic\n" * 40)
+def check_first_step(
+    ranks: RankPool, folder: Path, name: str, num_ranks: int, local_batch_size: int, **sections: Any
+) -> None:
+    """That the first step of so many ranks has the loss and the gradients of one."""
+    for file in "abc":  # documents of different lengths, which masks tell apart
+        text = f"{file}: a spur line is a side track that carries some of the traffic\n"
+        (folder / f"{file}.txt").write_text(text * (20 + ord(file) % 3))
+    data = sections.pop("data", {})
     alone = RunConfig(
         model=MODELS[name],
         # 15 positions: two ranks can't share them evenly.
         training=Training(steps=2, seq_len=15, local_batch_size=4, global_batch_size=4, threads=1, max_grad_norm=0),
-        data=Data(path=str(tmp_path)),
+        data=Data(path=str(folder), pattern="*.txt", **data),
     )
-    experts = 2 if MODELS[name].parallel_facts().num_experts else 1
-    together = replace(
-        alone,
-        training=replace(alone.training, local_batch_size=2),
-        parallelism=Parallelism(tensor_parallel_degree=2, expert_parallel_degree=experts),
-        compile=Compile(enable=compiled, backend="aot_eager"),
-    )
+    together = replace(alone, training=replace(alone.training, local_batch_size=local_batch_size), **sections)
     expected = loss_and_gradients(alone, World.alone())
-    for actual in ranks.run(run_on_rank, 4, together, timeout=240):
-        assert actual.keys() == expected.keys()
-        errors = {key: relative_error(actual[key], value) for key, value in expected.items()}
+    of_ranks = ranks.run(run_on_rank, num_ranks, together, timeout=240)
+    stages = together.parallelism.pipeline_parallel_degree
+    assert {key for actual in of_ranks for key in actual} == expected.keys()
+    for actual in of_ranks:
+        assert actual.keys() == expected.keys() or stages > 1
+        errors = {key: relative_error(value, expected[key]) for key, value in actual.items()}
         assert max(errors.values()) < 1e-5, max(errors, key=errors.__getitem__)
+
+
+@pytest.mark.parametrize(("name", "compiled"), [*((name, False) for name in MODELS), ("qwen3-tied", True)])
+def test_first_step_on_four_ranks_is_that_of_one(ranks: RankPool, tmp_path: Path, name: str, compiled: bool) -> None:
+    experts = 2 if MODELS[name].parallel_facts().num_experts else 1
+    parallelism = Parallelism(tensor_parallel_degree=2, expert_parallel_degree=experts)
+    compiling = Compile(enable=compiled, backend="aot_eager")
+    check_first_step(ranks, tmp_path, name, 4, 2, parallelism=parallelism, compile=compiling)
+
+
+@pytest.mark.parametrize("documents", [False, True], ids=["causal", "documents"])
+@pytest.mark.parametrize("kind", ["all_gather", "ulysses"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(name if name in ("gpt_oss", "qwen3-tied") else pytest.param(name, marks=pytest.mark.slow) for name in MODELS),
+    ],
+)
+def test_first_step_with_shared_positions_is_that_of_one(
+    ranks: RankPool, tmp_path: Path, name: str, kind: Any, documents: bool
+) -> None:
+    parallelism = Parallelism(context_parallel_degree=2, context_parallel_kind=kind)
+    check_first_step(ranks, tmp_path, name, 2, 4, parallelism=parallelism, data={"mask_documents": documents})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("gpt_oss", "deepseek_v3-yarn-tied") else pytest.param(name, marks=pytest.mark.slow)
+        for name in MODELS
+    ],
+)
+def test_first_step_in_pipeline_stages_is_that_of_one(ranks: RankPool, tmp_path: Path, name: str) -> None:
+    parallelism = Parallelism(pipeline_parallel_degree=2)
+    check_first_step(ranks, tmp_path, name, 2, 2, parallelism=parallelism, data={"mask_documents": True})
 
 
 def losses_of(config: RunConfig[Any], world: World) -> list[float]:

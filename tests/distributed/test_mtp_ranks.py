@@ -1,5 +1,6 @@
 """Multi-token prediction on two ranks against one process: steps of training, and checkpoints between the two."""
 
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -58,12 +59,34 @@ def run_on_rank(rank: int, config: RunConfig[Any], folder: str) -> dict[str, Ten
     [
         ({"tensor_parallel_degree": 2}, False, "none"),
         ({"expert_parallel_degree": 2}, False, "selective"),
+        ({"context_parallel_degree": 2, "expert_parallel_degree": 2}, False, "none"),
+        ({"pipeline_parallel_degree": 2}, False, "selective"),
+        pytest.param(
+            {"pipeline_parallel_degree": 2, "context_parallel_degree": 2},
+            True,
+            "none",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"context_parallel_degree": 2, "context_parallel_kind": "ulysses"},
+            False,
+            "selective",
+            marks=pytest.mark.slow,
+        ),
         pytest.param({"tensor_parallel_degree": 2, "expert_parallel_degree": 2}, True, "none", marks=pytest.mark.slow),
     ],
-    ids=["tp 2", "ep 2, remat", "tp 2, ep 2, compiled"],
+    ids=[
+        "tp 2",
+        "ep 2, remat",
+        "cp 2, ep 2",
+        "pp 2",
+        "pp 2, cp 2, compiled",
+        "cp 2, ulysses, remat",
+        "tp 2, ep 2, compiled",
+    ],
 )
 def test_first_step_on_two_ranks_is_that_of_one(
-    ranks: RankPool, tmp_path: Path, degrees: dict[str, int], compiled: bool, remat: str
+    ranks: RankPool, tmp_path: Path, degrees: dict[str, Any], compiled: bool, remat: str
 ) -> None:
     (tmp_path / "text.txt").write_text("a spur line is a side track that carries some of the traffic\n" * 40)
     alone = RunConfig(
@@ -74,7 +97,14 @@ def test_first_step_on_two_ranks_is_that_of_one(
     )
     together = replace(
         alone,
-        training=replace(alone.training, local_batch_size=2),
+        training=replace(
+            alone.training,
+            local_batch_size=2
+            if "pipeline_parallel_degree" in degrees
+            else 4
+            if "context_parallel_degree" in degrees
+            else 2,
+        ),
         parallelism=Parallelism(**degrees),
         compile=Compile(enable=compiled, backend="aot_eager"),
         activation_checkpoint=ActivationCheckpoint(mode=remat),
@@ -82,10 +112,17 @@ def test_first_step_on_two_ranks_is_that_of_one(
     trainer = make_trainer(alone, World.alone())
     expected = first_step(trainer)
     assert {"mtp.0.eh_proj.weight", "mtp.1.block.moe.experts.w2_EDF", "rows of mtp.1.block.moe"} <= expected.keys()
-    for actual in ranks.run(run_on_rank, 2, together, str(tmp_path / "run"), timeout=240):
-        errors = {key: relative_error(actual[key], value) for key, value in expected.items()}
+    num_ranks = max(
+        2, math.prod(degree for name, degree in degrees.items() if name.startswith(("pipe", "context_parallel_d")))
+    )
+    new = {}
+    for actual in ranks.run(run_on_rank, num_ranks, together, str(tmp_path / "run"), timeout=240):
+        shared = actual.keys() & expected.keys()
+        assert shared == expected.keys() or "pipeline_parallel_degree" in degrees
+        errors = {key: relative_error(actual[key], expected[key]) for key in shared}
         assert max(errors.values()) < 1e-5, max(errors, key=errors.__getitem__)
+        new |= {name: value for name, value in actual.items() if name.startswith("new ")}
 
     CheckpointManager(tmp_path / "run", 1, 0).load(1, trainer.model, None)
     for name, parameter in trainer.model.named_parameters():
-        assert torch.equal(parameter, actual[f"new {name}"]), name
+        assert torch.equal(parameter, new[f"new {name}"]), name

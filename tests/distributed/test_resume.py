@@ -38,9 +38,22 @@ class Layout(NamedTuple):
     tp: int = 1
     ep: int = 1
     etp: int = 1
+    cp: int = 1
+    pp: int = 1
+
+    @property
+    def dp(self) -> int:
+        return self.world // (self.pp * self.cp * self.tp)
 
 
-LAYOUTS = {"alone": Layout(1), "fsdp2": Layout(2), "ep2": Layout(2, ep=2), "fsdp-ep-tp": Layout(4, tp=2, ep=2)}
+LAYOUTS = {
+    "alone": Layout(1),
+    "fsdp2": Layout(2),
+    "ep2": Layout(2, ep=2),
+    "fsdp-ep-tp": Layout(4, tp=2, ep=2),
+    "cp-ep": Layout(2, cp=2, ep=2),
+    "pp-ep": Layout(4, pp=2, ep=2),
+}
 
 
 @pytest.fixture(scope="module")
@@ -60,12 +73,20 @@ def make_config(text: str, folder: Path, layout: Layout, backend: str = "auto", 
         training=Training(
             steps=6,
             seq_len=16,
-            local_batch_size=SEQUENCES * layout.tp // layout.world,
+            local_batch_size=SEQUENCES // (layout.dp * layout.pp),  # as many micro-batches as stages
             global_batch_size=SEQUENCES,
             threads=1,
         ),
         lr_scheduler=LRScheduler(warmup_steps=2),
-        parallelism=Parallelism(1, -1, layout.tp, layout.ep, layout.etp),
+        parallelism=Parallelism(
+            1,
+            -1,
+            layout.tp,
+            layout.ep,
+            layout.etp,
+            context_parallel_degree=layout.cp,
+            pipeline_parallel_degree=layout.pp,
+        ),
         data=Data(path=text, validation_fraction=0.05),
         metrics=Metrics(validation_batches=1, validation_interval=0, sample_tokens=0, tensorboard=False),
         checkpoint=Checkpoint(**{"enable": True, "interval": 2, **checkpoint}),
@@ -174,7 +195,8 @@ def chain(ranks: RankPool, text: str, folder: Path, layouts: list[tuple[Layout, 
         config = replace(make_config(text, folder, layout, backend), debug=Debug(stop_after=2 * number))
         outcomes = run_all(ranks, layout, config)
         assert ("resuming from the checkpoint" in outcomes[0].out) == (number > 1)
-        for outcome in outcomes[:: layout.tp]:  # the ranks of a tp group read the same
+        # The ranks of a pipeline, and of a cp or tp group, read the same.
+        for outcome in outcomes[: layout.world // layout.pp : layout.cp * layout.tp]:
             for step, ids in outcome.ids_by_step.items():
                 ids_by_step.setdefault(step, []).extend(ids)
     return ids_by_step
@@ -183,6 +205,8 @@ def chain(ranks: RankPool, text: str, folder: Path, layouts: list[tuple[Layout, 
 CHAINS = {
     "4-2-1 ranks": [(Layout(4, ep=2), "auto"), (Layout(2), "loop"), (Layout(1), "auto")],
     "ep 1-2-4": [(Layout(1), "auto"), (Layout(2, ep=2), "auto"), (Layout(4, ep=4), "auto")],
+    "pp 2, ep 2, alone": [(Layout(4, pp=2, ep=2), "auto"), (Layout(2, ep=2), "auto"), (Layout(1), "auto")],
+    "alone, cp 2, pp 2": [(Layout(1), "auto"), (Layout(2, cp=2), "auto"), (Layout(4, pp=2, ep=2), "auto")],
     "ep 4-1-2, tp, etp": [(Layout(4, tp=2, ep=4), "auto"), (Layout(2, tp=2), "auto"), (Layout(4, ep=2, etp=2), "loop")],
 }
 

@@ -65,6 +65,49 @@ def test_missing_reduction_over_tp_is_found_in_router_and_norms(verify: Verify) 
     assert not any(".experts." in name or "embedding" in name for name in wrong)
 
 
+@pytest.mark.parametrize("context", ["all_gather", "ulysses"])
+def test_wrong_positions_on_one_rank_of_context_parallelism_are_found(verify: Verify, context: str) -> None:
+    cells = [TP, Cell(2, cp=2, context=context)]
+    code, results = verify(cells, "--import", "wrong_positions_on_one_rank")
+    assert code == 1
+    assert [result["passed"] for result in results.values()] == [True, False]
+    assert "layers.0.attention.wkv_a.weight" in results[cells[1].name]["worst"]["gradient"]["beyond_tolerance"]
+
+
+def test_balance_loss_of_a_part_of_the_sequence_is_found(verify: Verify) -> None:
+    cells = [EP, Cell(2, cp=2)]
+    code, results = verify(cells, "--import", "balance_of_own_positions")
+    assert code == 1
+    assert [result["passed"] for result in results.values()] == [True, False]
+    assert "layers.1.moe.router.gate_ED" in results[cells[1].name]["worst"]["gradient"]["beyond_tolerance"]
+
+
+PP = Cell(2, pp=2, micro_batches=2, tied=True, clip=True)
+PP_EP = Cell(4, pp=2, ep=2, micro_batches=2, router="groups and bias", balance="batch and z loss", seq_len=13)
+
+
+def test_pipeline_stages_pass(verify: Verify) -> None:
+    code, results = verify([PP, PP_EP, Cell(2, pp=2, schedule="ZBV", micro_batches=4, num_layers=4, tied=True)])
+    assert (code, [result["problems"] for result in results.values()]) == (0, [[]] * 3)
+
+
+@pytest.mark.parametrize(
+    ("mutant", "cell", "kind", "wrong"),
+    [
+        ("bias_of_own_tokens", PP_EP, "rows", "layers.1.moe"),
+        ("norm_of_own_stage", PP, "norm", "gradient"),
+        ("copies_not_summed", PP, "gradient", "embedding.weight"),
+    ],
+)
+def test_what_one_pipeline_stage_keeps_to_itself_is_found(
+    verify: Verify, mutant: str, cell: Cell, kind: str, wrong: str
+) -> None:
+    code, results = verify([EP, cell], "--import", mutant)
+    assert code == 1
+    assert not results[cell.name]["passed"]
+    assert wrong in results[cell.name]["worst"][kind]["beyond_tolerance"]
+
+
 def test_expert_gradients_scaled_by_ep_are_found_in_the_experts_alone(verify: Verify) -> None:
     code, results = verify([SHARD, TP, EP], "--import", "expert_gradients_times_ep")
     assert code == 1

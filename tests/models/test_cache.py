@@ -217,10 +217,17 @@ def generate_on_rank(rank: int, config: Any, degrees: dict[str, int]) -> list[li
         parallelize_model(model, world.meshes, "none", Compile())
         model.to_empty(device=world.device)
         initialize(model, 0)
-        return generate(model, PROMPTS, 25, sampling=GREEDY, max_context=11)
+        cached = generate(model, PROMPTS, 25, sampling=GREEDY, max_context=11)
+        if "context_parallel_degree" in degrees:  # logits of all positions, on every rank
+            assert generate(model, PROMPTS, 25, sampling=GREEDY, max_context=11, cached=False) == cached
+        return cached
 
 
-@pytest.mark.parametrize("degrees", [{"tensor_parallel_degree": 2}, {"data_parallel_shard_degree": 2}], ids=str)
+@pytest.mark.parametrize(
+    "degrees",
+    [{"tensor_parallel_degree": 2}, {"data_parallel_shard_degree": 2}, {"context_parallel_degree": 2}],
+    ids=str,
+)
 @pytest.mark.parametrize("name", ["qwen3-moe", "deepseek_v3"])
 def test_cached_tokens_of_split_and_of_sharded_models_are_those_of_one_rank(ranks: RankPool, name, degrees):
     model = MODELS[name].build()

@@ -14,11 +14,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import BlockMask
 
 from spurline.accelerator import cpu_stands_in_for
+from spurline.comm.sequence import HeadTailShard
 from spurline.config import Data
 from spurline.data import open_data
 from spurline.models.agpt.configs import AGPTConfig
 from spurline.models.common.init import initialize
-from spurline.models.common.mask import BLOCK, document_blocks, document_mask
+from spurline.models.common.mask import BLOCK, dense_mask, document_blocks, document_mask
 from spurline.models.deepseek_v3.configs import DeepSeekV3Config
 from spurline.models.qwen3.configs import Qwen3MoEConfig
 from spurline.models.qwen3_vl.configs import qwen3_vl_debugmodel_moe
@@ -145,18 +146,40 @@ def long_documents(length: int) -> Tensor:
     return torch.stack([(place_L % 37 == 5).cumsum(0), torch.zeros_like(place_L), (place_L >= BLOCK).long()])
 
 
+def blocks_of(mask: BlockMask, dense_BlL: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Which blocks are seen as a whole, and which in part, (B, m, n); and the dense mask by blocks."""
+    B, num_queries, num_keys = dense_BlL.shape
+    m, n = -(-num_queries // BLOCK), -(-num_keys // BLOCK)
+    whole, partly = torch.zeros(B, m, n, dtype=torch.bool), torch.zeros(B, m, n, dtype=torch.bool)
+    for b in range(B):
+        for q in range(m):
+            whole[b, q, mask.full_kv_indices[b, 0, q, : mask.full_kv_num_blocks[b, 0, q]].long()] = True
+            partly[b, q, mask.kv_indices[b, 0, q, : mask.kv_num_blocks[b, 0, q]].long()] = True
+    padded = torch.nn.functional.pad(dense_BlL, (0, n * BLOCK - num_keys, 0, m * BLOCK - num_queries))
+    return whole, partly, padded.view(B, m, BLOCK, n, BLOCK).transpose(2, 3)
+
+
+@pytest.mark.parametrize("length", [300, 1000, 2048])
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_blocks_of_one_ranks_queries_see_what_the_dense_mask_sees(length: int, rank: int) -> None:
+    documents_BL = long_documents(length)
+    query_l = HeadTailShard(length, 3, rank).positions(torch.device("cpu"))
+    dense_BlL = document_mask(documents_BL)[:, 0].index_select(1, query_l)
+    assert torch.equal(document_mask(documents_BL, query_l)[:, 0], dense_BlL)
+    mask = document_blocks(documents_BL, query_l)
+    assert torch.equal(dense_mask(mask)[:, 0], dense_BlL)
+    whole, partly, blocks = blocks_of(mask, dense_BlL)
+    assert not (whole & partly).any()
+    assert not (blocks.any(-1).any(-1) & ~(whole | partly)).any()  # none that is seen is left out
+    # In those that are seen as a whole, every query sees every key.
+    assert blocks[whole].sum() == sum(min(BLOCK, len(query_l) - q * BLOCK) * BLOCK for q in whole.nonzero()[:, 1])
+
+
 @pytest.mark.parametrize("length", [1, 127, 128, 300, 512])
 def test_blocks_see_what_the_dense_mask_sees(length: int) -> None:
     documents_BL = long_documents(length)
-    dense_BLL, mask = document_mask(documents_BL)[:, 0], document_blocks(documents_BL)
     n = -(-length // BLOCK)
-    whole, partly = torch.zeros(3, n, n, dtype=torch.bool), torch.zeros(3, n, n, dtype=torch.bool)
-    for b in range(3):
-        for q in range(n):
-            whole[b, q, mask.full_kv_indices[b, 0, q, : mask.full_kv_num_blocks[b, 0, q]].long()] = True
-            partly[b, q, mask.kv_indices[b, 0, q, : mask.kv_num_blocks[b, 0, q]].long()] = True
-    padded = torch.nn.functional.pad(dense_BLL, (0, n * BLOCK - length, 0, n * BLOCK - length))
-    blocks = padded.view(3, n, BLOCK, n, BLOCK).transpose(2, 3)
+    whole, partly, blocks = blocks_of(document_blocks(documents_BL), document_mask(documents_BL)[:, 0])
     assert torch.equal(whole | partly, blocks.any(-1).any(-1))  # nothing is left out, and nothing looked at in vain
     assert not (whole & partly).any()
     inside = blocks[whole]

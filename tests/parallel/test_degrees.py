@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from spurline.config import Parallelism, Training
 from spurline.models.deepseek_v3.configs import deepseek_v3_debugmodel
 from spurline.parallel.degrees import Degrees, ParallelFacts, degree_problems, resolve_degrees
+from spurline.parallel.stages import SCHEDULES
 
 SHORT = {
     "replicate": "data_parallel_replicate_degree",
@@ -19,8 +21,10 @@ SHORT = {
     "tp": "tensor_parallel_degree",
     "ep": "expert_parallel_degree",
     "etp": "expert_tensor_parallel_degree",
+    "cp": "context_parallel_degree",
+    "pp": "pipeline_parallel_degree",
 }
-MOE = ParallelFacts(num_heads=8, num_experts=16, expert_hidden_dim=96)
+MOE = ParallelFacts(num_heads=8, num_experts=16, expert_hidden_dim=96, num_layers=6)
 GROUPED_HEADS = replace(MOE, num_kv_heads=2)
 DENSE = ParallelFacts(num_heads=8)
 
@@ -44,6 +48,10 @@ def problems(world_size: int, facts: ParallelFacts = MOE, training: Training | N
 def test_degrees_know_what_follows_from_them() -> None:
     d = Degrees(dp_replicate=2, dp_shard=4, tp=3, ep=2, etp=3)
     assert (d.world, d.dp, d.efsdp) == (24, 8, 2)
+    d = Degrees(dp_replicate=2, dp_shard=4, tp=3, ep=2, etp=3, pp=2)
+    assert (d.world, d.stage, d.dp, d.efsdp) == (48, 24, 8, 2)
+    d = Degrees(dp_replicate=2, dp_shard=4, tp=3, ep=8, etp=3, cp=2)
+    assert (d.world, d.dp, d.efsdp) == (48, 8, 1)
 
 
 @pytest.mark.parametrize(
@@ -53,6 +61,8 @@ def test_degrees_know_what_follows_from_them() -> None:
         (8, {}, Degrees(1, 8, 1, 1, 1)),
         (24, {"replicate": 2, "tp": 3, "ep": 4}, Degrees(2, 4, 3, 4, 1)),
         (24, {"replicate": 2, "shard": 4, "tp": 3, "ep": 2, "etp": 6}, Degrees(2, 4, 3, 2, 6)),
+        (24, {"replicate": 2, "tp": 3, "cp": 2}, Degrees(2, 2, 3, 1, 1, cp=2)),
+        (24, {"replicate": 2, "pp": 3, "cp": 2}, Degrees(2, 2, 1, 1, 1, cp=2, pp=3)),
     ],
 )
 def test_the_ranks_that_are_left_take_the_place_of_minus_one(
@@ -71,6 +81,8 @@ def test_the_ranks_that_are_left_take_the_place_of_minus_one(
         (8, {"replicate": 2, "shard": 2, "tp": 2}),
         (8, {"ep": 4, "etp": 2}),
         (8, {"replicate": 2, "ep": 4}),
+        (8, {"cp": 8, "ep": 4}),
+        (8, {"cp": 2, "tp": 2, "ep": 8}),  # a group of experts may have the ranks of several cp groups
         (6, {"shard": 3, "tp": 2, "ep": 2, "etp": 3}),  # a group of experts need not be made of whole tp groups
     ],
 )
@@ -183,6 +195,98 @@ def test_sequence_shorter_than_the_ranks_that_share_it() -> None:
     ]
 
 
+def test_context_parallelism_takes_its_part_of_the_ranks_and_of_the_positions() -> None:
+    assert problems(8, cp=4, tp=2, shard=1) == []
+    assert problems(8, cp=3) == [
+        "parallelism: data_parallel_replicate_degree 1 x context_parallel_degree 3 x tensor_parallel_degree 1 = 3 must"
+        f" divide the number of ranks, but there are 8 ranks; nearest that works: {parallelism(cp=2)},"
+        " or the same degrees on 9 ranks"
+    ]
+    assert problems(8, training=Training(seq_len=3), cp=4) == [
+        "training.seq_len 3 is shorter than parallelism.context_parallel_degree 4, whose ranks share the positions of a"
+        f" sequence; nearest that works: {parallelism(cp=2)}"
+    ]
+    (told,) = problems(8, training=Training(seq_len=7), cp=4, tp=2)
+    assert told.startswith(
+        "training.seq_len 7 is shorter than parallelism.context_parallel_degree 4 x tensor_parallel_degree 2 = 8, whose"
+    )
+
+
+MICRO_BATCHES = Training(local_batch_size=2, global_batch_size=48)
+
+
+def pipelined(world_size: int, schedule: Any = "1F1B", training: Training = MICRO_BATCHES, **short: int) -> list[str]:
+    asked = replace(degrees(**short), pipeline_parallel_schedule=schedule)
+    return degree_problems(asked, world_size, model=Model(MOE), training=training)
+
+
+def test_pipeline_stages_take_their_part_of_the_ranks_and_of_the_layers() -> None:
+    assert pipelined(8, pp=2, ep=4) == pipelined(8, "DualPipeV", pp=2) == pipelined(6, "Interleaved1F1B", pp=3) == []
+    (told,) = pipelined(8, pp=3)
+    assert told.startswith(
+        "parallelism: pipeline_parallel_degree 3 x data_parallel_replicate_degree 1 x tensor_parallel_degree 1 = 3 must"
+    )
+    (told,) = pipelined(8, pp=2, ep=8)
+    assert told.startswith(
+        "parallelism: expert_parallel_degree 8 x expert_tensor_parallel_degree 1 = 8 does not divide"
+    )
+    assert pipelined(8, "ZBV", pp=4) == [
+        "parallelism.pipeline_parallel_degree 4 makes 8 stages with pipeline_parallel_schedule ZBV, more than the"
+        f" model's 6 layers; nearest that works: {parallelism(pp=2)}"
+    ]
+    (told,) = degree_problems(degrees(pp=2), 2, model=Model(DENSE), training=MICRO_BATCHES)
+    assert told.startswith("parallelism.pipeline_parallel_degree 2 needs a model that can be cut into stages")
+    pictures = Model(replace(MOE, first_stage_layers=3))
+    (told,) = degree_problems(degrees(pp=5), 5, model=pictures, training=MICRO_BATCHES)
+    assert "more than the model's 6 layers can be cut into, of which the first stage needs 3" in told
+
+
+@pytest.mark.parametrize(
+    ("schedule", "training", "needed", "option"),
+    [
+        ("1F1B", Training(local_batch_size=2), "at least 4 micro-batches", "--training.global_batch_size 8"),
+        (
+            "1F1B",
+            Training(local_batch_size=8, global_batch_size=16),
+            "at least 4 micro-batches",
+            "--training.local_batch_size 4",
+        ),
+        (
+            "Interleaved1F1B",
+            Training(local_batch_size=1, global_batch_size=9),
+            "a multiple of 2 micro-batches",
+            "--training.global_batch_size 8",
+        ),
+    ],
+)
+def test_schedules_say_how_many_micro_batches_they_need(
+    schedule: str, training: Training, needed: str, option: str
+) -> None:
+    facts = replace(MOE, num_layers=8)
+    asked = replace(degrees(pp=4), pipeline_parallel_schedule=schedule)  # type: ignore[arg-type]
+    (told,) = degree_problems(asked, 4, model=Model(facts), training=training)
+    assert told.startswith(
+        f"parallelism.pipeline_parallel_schedule {schedule} of pipeline_parallel_degree 4 needs {needed}"
+    )
+    assert told.endswith(f"; nearest that works: {option}")
+
+
+def test_ulysses_needs_as_many_heads_as_ranks() -> None:
+    def told(facts: ParallelFacts, kind: Any = "ulysses", **short: int) -> list[str]:
+        asked = replace(degrees(**short), context_parallel_kind=kind)
+        return degree_problems(asked, 16, model=Model(facts), training=Training())
+
+    assert told(MOE, cp=8) == told(MOE, cp=4, tp=2) == told(GROUPED_HEADS, "all_gather", cp=16) == []
+    assert told(MOE, cp=16) == [
+        "parallelism.context_parallel_degree 16 is more than the model's 8 attention heads, which"
+        f" context_parallel_kind ulysses shares: all_gather has no such limit; nearest that works: {parallelism(cp=8)}"
+    ]
+    (line,) = told(GROUPED_HEADS, cp=4)
+    assert line.startswith("parallelism.context_parallel_degree 4 is more than the model's 2 key and value heads")
+    (line,) = told(MOE, cp=4, tp=4)
+    assert line.startswith("parallelism.context_parallel_degree 4 is more than a rank's 2 attention heads")
+
+
 @pytest.mark.parametrize(
     ("local", "total", "option"),
     [
@@ -262,6 +366,7 @@ any_facts = st.builds(
     num_kv_heads=st.none() | st.integers(1, 8),
     num_experts=st.integers(0, 24),
     expert_hidden_dim=st.integers(1, 48),
+    num_layers=st.integers(0, 9),
 )
 any_training = st.builds(
     Training,
@@ -272,7 +377,18 @@ any_training = st.builds(
 
 
 @given(
-    parallelism=st.builds(Parallelism, any_degree, st.just(-1) | any_degree, any_degree, any_degree, any_degree),
+    parallelism=st.builds(
+        Parallelism,
+        any_degree,
+        st.just(-1) | any_degree,
+        any_degree,
+        any_degree,
+        any_degree,
+        context_parallel_degree=any_degree,
+        context_parallel_kind=st.sampled_from(["all_gather", "ulysses"]),
+        pipeline_parallel_degree=any_degree,
+        pipeline_parallel_schedule=st.sampled_from(list(SCHEDULES)),
+    ),
     world_size=st.integers(1, 64),
     facts=any_facts,
     training=any_training,
@@ -285,7 +401,7 @@ def test_what_is_said_to_work_works(
     if not told:
         d = resolve_degrees(parallelism, world_size)
         assert d.world == world_size
-        assert d.dp_replicate * d.efsdp * d.ep * d.etp == world_size
+        assert d.pp * d.dp_replicate * d.efsdp * d.ep * d.etp == world_size
         return
     advice = told[-1].split("nearest that works")[1]
     assert not any("nearest that works" in line for line in told[:-1])
@@ -311,6 +427,7 @@ def test_debug_model_tells_what_can_be_split() -> None:
     model = deepseek_v3_debugmodel().model
     assert model.parallel_facts() == ParallelFacts(
         num_heads=4,
+        num_layers=model.num_layers,
         num_experts=8,
         expert_hidden_dim=128,
         split_widths=(("vocab_size", 264), ("dense_hidden_dim", 512)),

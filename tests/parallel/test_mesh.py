@@ -38,11 +38,14 @@ def degrees_and_rank(draw: st.DrawFn) -> tuple[Degrees, int]:
         return draw(st.sampled_from([d for d in range(1, number + 1) if number % d == 0]))
 
     world = draw(st.integers(1, 64))
-    tp = divisor(world)
-    dp_shard = divisor(world // tp)
-    ep = divisor(dp_shard * tp)
-    etp = divisor(dp_shard * tp // ep)
-    return Degrees(world // (tp * dp_shard), dp_shard, tp, ep, etp), draw(st.integers(0, world - 1))
+    pp = divisor(world)
+    stage = world // pp
+    tp = divisor(stage)
+    cp = divisor(stage // tp)
+    dp_shard = divisor(stage // (cp * tp))
+    ep = divisor(dp_shard * cp * tp)
+    etp = divisor(dp_shard * cp * tp // ep)
+    return Degrees(stage // (tp * cp * dp_shard), dp_shard, tp, ep, etp, cp, pp), draw(st.integers(0, world - 1))
 
 
 def ranks_along(axes: set[str], size_by_axis: dict[str, int], rank: int) -> list[int]:
@@ -60,20 +63,30 @@ def group_ranks(mesh: DeviceMesh) -> list[int]:
 @settings(max_examples=60)
 def test_both_views_cover_the_same_ranks_in_the_same_order(drawn: tuple[Degrees, int]) -> None:
     d, rank = drawn
-    dense = {"dp_replicate": d.dp_replicate, "dp_shard": d.dp_shard, "tp": d.tp}
+    dense = {"dp_replicate": d.dp_replicate, "dp_shard": d.dp_shard * d.cp, "tp": d.tp}
     sparse = {"dp_replicate": d.dp_replicate, "efsdp": d.efsdp, "ep": d.ep, "etp": d.etp}
     with fake_world(rank, d.world):
         meshes = build_meshes(d, "cpu")
         for mesh, size_by_axis in ((meshes.dense, dense), (meshes.sparse, sparse)):
             assert mesh.mesh_dim_names == tuple(size_by_axis)
             assert mesh.shape == tuple(size_by_axis.values())
-            assert mesh.mesh.flatten().tolist() == list(range(d.world))
+            of_stage = range(rank // d.stage * d.stage, (rank // d.stage + 1) * d.stage)
+            assert mesh.mesh.flatten().tolist() == list(of_stage)
             for axis in size_by_axis:
-                assert group_ranks(mesh[axis]) == ranks_along({axis}, size_by_axis, rank)
-        both = {"dp_replicate", "dp_shard"}
-        assert dist.get_process_group_ranks(meshes.batch_group) == ranks_along(both, dense, rank)
+                assert group_ranks(mesh[axis]) == ranks_along({axis}, {"pp": d.pp, **size_by_axis}, rank)
+        assert dist.get_process_group_ranks(meshes.stage_group) == list(of_stage)
+        axes = {"pp": d.pp, "dp_replicate": d.dp_replicate, "dp_shard": d.dp_shard, "cp": d.cp, "tp": d.tp}
+        if meshes.pp is not None:
+            assert group_ranks(meshes.pp) == ranks_along({"pp"}, axes, rank)
+        for group, along in (
+            (meshes.batch_group, {"dp_replicate", "dp_shard"}),
+            (meshes.loss_group, {"pp", "dp_replicate", "dp_shard", "cp"}),
+            (meshes.sequence_group, {"cp", "tp"}),
+            (meshes.cp_group, {"cp"}),
+        ):
+            assert dist.get_process_group_ranks(group) == ranks_along(along, axes, rank)
         assert dist.get_process_group_ranks(meshes.world_group) == list(range(d.world))
-        assert (meshes.data_rank, meshes.data_size) == (rank // d.tp, d.dp)
+        assert (meshes.data_rank, meshes.data_size) == (rank % d.stage // (d.cp * d.tp), d.dp)
 
 
 @given(degrees_and_rank())
@@ -88,8 +101,8 @@ def test_meshes_to_shard_over_have_as_many_axes_as_there_is_to_split(drawn: tupl
         assert meshes.tp_mesh.mesh_dim_names == ("tp",)
         assert meshes.expert_mesh.mesh_dim_names == (("ep", "etp") if d.etp > 1 else ("ep",))
         # A parameter of the model lives on one mesh of each pair, sharded and spread: together they are the world.
-        assert meshes.fsdp_mesh.size() * meshes.tp_mesh.size() == d.world
-        assert meshes.expert_fsdp_mesh.size() * meshes.expert_mesh.size() == d.world
+        assert meshes.fsdp_mesh.size() * meshes.tp_mesh.size() == d.stage
+        assert meshes.expert_fsdp_mesh.size() * meshes.expert_mesh.size() == d.stage
 
 
 def test_degrees_of_another_world_are_a_bug() -> None:

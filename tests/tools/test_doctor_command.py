@@ -127,3 +127,9 @@ def test_help_and_reports_leave_torch_alone(tmp_path):
     )
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True)
     assert (tmp_path / "report.html").exists()
+
+
+def test_pipeline_schedules_of_this_pytorch_are_listed(spurline):
+    found = findings(spurline)["pipeline"]
+    assert found["works"]
+    assert found["detail"] == "schedules GPipe, 1F1B, Interleaved1F1B, InterleavedZeroBubble, ZBV, DualPipeV"

@@ -70,15 +70,17 @@ def passes(cell):
 
 def test_quick_has_every_value_of_every_axis():
     for axis, values in AXES.items():
-        for fields in values if axis != "spread" else [{name: 2} for name in ("replicate", "tp", "ep", "etp")]:
+        for fields in (
+            values if axis != "spread" else [{name: 2} for name in ("replicate", "pp", "cp", "tp", "ep", "etp")]
+        ):
             assert any(all(getattr(cell, name) == value for name, value in fields.items()) for cell in QUICK), fields
 
 
 def test_full_has_every_pair_of_values_that_go_together():
     cells = full_cells()
     assert set(QUICK) <= set(cells)
-    assert len(set(cells)) == len(cells) < 150
-    spread_of_one = {"ranks": 1, "replicate": 1, "tp": 1, "ep": 1, "etp": 1}
+    assert len(set(cells)) == len(cells) < 200
+    spread_of_one = {"ranks": 1, "replicate": 1, "tp": 1, "ep": 1, "etp": 1, "cp": 1, "pp": 1}
     values = {axis: [spread_of_one | v if axis == "spread" else v for v in values] for axis, values in AXES.items()}
     for of_one, of_other in combinations(values.values(), 2):
         for one, other in product(of_one, of_other):
@@ -91,8 +93,8 @@ STAND_INS = ("deep_ep stand-in", "hybrid_ep stand-in")
 
 
 def exclude_each_other(
-    ranks=None, ep=None, exchange=None, dispatcher=None, num_experts=None, experts=None, balance=None,
-    compile=None, separate_expert_units=None, micro_batches=None, seq_len=None, precision=None, **_,
+    ranks=None, ep=None, cp=None, exchange=None, dispatcher=None, num_experts=None, experts=None, context=None,
+    compile=None, separate_expert_units=None, seq_len=None, precision=None, **_,
 ):  # fmt: skip
     return (
         (ranks == 1 and separate_expert_units)
@@ -103,7 +105,7 @@ def exclude_each_other(
         or (experts == "bmm" and exchange not in (None, "forced balance"))
         or (experts == "bmm" and compile == "aot_eager")
         or ((experts == "bmm" or exchange == "forced balance") and seq_len == 13)
-        or (balance == "batch and z loss" and micro_batches == 2)
+        or (cp == 1 and context == "ulysses")
         or (experts == "stream" and precision in ("float8", "mxfp8"))
     )
 
@@ -132,10 +134,12 @@ def test_cells_keep_the_options_that_are_given():
 
 
 def test_forced_balance_takes_a_length_at_which_ranks_number_tokens_like_one_rank():
-    for cell in (Cell(exchange="forced balance"), Cell(4, tp=4, exchange="forced balance")):
+    cells = [Cell(exchange="forced balance"), Cell(4, tp=4, exchange="forced balance")]
+    for cell in (*cells, Cell(4, cp=2, tp=2, exchange="forced balance")):
         training = run_config(cell, TINY_MODEL).training
-        positions_of_a_rank = training.seq_len // cell.tp
-        assert training.seq_len % cell.tp == 0
+        parts = cell.tp * (2 * cell.cp if cell.cp > 1 else 1)  # a chunk of the head and one of the tail
+        positions_of_a_rank = training.seq_len // parts
+        assert training.seq_len % parts == 0
         assert positions_of_a_rank * TINY_MODEL.moe.top_k % TINY_MODEL.moe.num_experts == 0
 
 
@@ -225,7 +229,7 @@ def test_cells_that_do_not_fit_the_model_are_skipped_with_the_reason(spurline, j
     assert code == 0
     assert {cell.tp for cell in asked["cells"]} == {1}
     skipped = [line for line in out.splitlines() if line.startswith("skip")]
-    assert len(skipped) == sum(cell.tp > 1 for cell in QUICK)
+    assert len(skipped) == sum(cell.tp > 1 or cell.context == "ulysses" for cell in QUICK)
     assert skipped[0].endswith(
         "tp 2, batch and z loss, length 13, clip: parallelism.tensor_parallel_degree 2 does not divide the model's 3"
         " attention heads"

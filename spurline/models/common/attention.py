@@ -6,9 +6,9 @@ R head width with rotary position, Q = N + R, V head width of the value; S posit
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask
 
-from spurline.lora.adapters import whole
+from spurline.comm.sequence import HeadTailShard
+from spurline.lora.adapters import product, whole
 from spurline.models.common.cache import LayerKVCache, attend_to_past
 from spurline.models.common.context import BlockContext
 from spurline.models.common.decoder_config import YarnConfig
@@ -17,6 +17,7 @@ from spurline.models.common.linear import Linear
 from spurline.models.common.mask import attend
 from spurline.models.common.norm import RMSNorm
 from spurline.models.common.rope import Rope, apply_rope
+from spurline.parallel.context import ContextParallel
 
 
 class LatentAttention(nn.Module):
@@ -59,6 +60,7 @@ class LatentAttention(nn.Module):
         self.kv_norm = RMSNorm(kv_lora_rank, norm_eps)
         self.wkv_b = Linear(kv_lora_rank, num_heads * (qk_nope_head_dim + v_head_dim))
         self.wo = Linear(num_heads * v_head_dim, dim, std=output_std)
+        self.cp = ContextParallel()
         # Split by heads; the projections to the latents are replicated.
         per_head_query = "wq_b.weight" if q_lora_rank else "wq.weight"
         self.tensor_parallel_dims = {per_head_query: 0, "wkv_b.weight": 0, "wo.weight": 1}
@@ -66,27 +68,36 @@ class LatentAttention(nn.Module):
     def forward(self, x_BLD: Tensor, context: BlockContext) -> Tensor:
         q_BLHN, q_BLHR = self._queries(x_BLD, context.rope)
         latent_BLC, k_BLR = self._latents(x_BLD, context.rope)
-        queries = q_BLHN.transpose(1, 2), q_BLHR.transpose(1, 2)
-        out_BHLV = self._attend(*queries, latent_BLC, k_BLR, context.cache, context.mask)
-        return self.wo(out_BHLV.transpose(1, 2).flatten(2))
+        if context.cache is not None:
+            out_BLHV = self._attend_with_cache(q_BLHN, q_BLHR, latent_BLC, k_BLR, context.cache)
+        else:
+            out_BLHV = self._attend(q_BLHN, q_BLHR, latent_BLC, k_BLR, context)
+        return self.wo(out_BLHV.flatten(2))
 
     def _attend(
-        self,
-        q_BHLN: Tensor,
-        q_BHLR: Tensor,
-        latent_BLC: Tensor,
-        k_BLR: Tensor,
-        cache: LayerKVCache | None,
-        mask: Tensor | BlockMask | None,
+        self, q_BLHN: Tensor, q_BLHR: Tensor, latent_BLC: Tensor, k_BLR: Tensor, context: BlockContext
     ) -> Tensor:
-        if cache is not None:
-            (past_BSX,) = cache.extend(torch.cat([latent_BLC, k_BLR], dim=-1))
-            mask = cache.mask
-            if cache.has_past:
-                return self._attend_to_latents(q_BHLN, q_BHLR, past_BSX, cache.mask)
+        shard = context.shard
+        q_BLHQ = self.cp.queries(torch.cat([q_BLHN, q_BLHR], dim=-1), shard)
+        if shard is not None:  # what other ranks need of a position: one latent and one key, whatever the heads
+            latent_BLX = self.cp.all_gather_positions(torch.cat([latent_BLC, k_BLR], dim=-1), shard)
+            latent_BLC, k_BLR = latent_BLX.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
+        k_BLHQ, v_BLHV = self._keys_and_values(latent_BLC, k_BLR, shard)
+        q_BHLQ, k_BHLQ, v_BHLV = (x.transpose(1, 2) for x in (q_BLHQ, k_BLHQ, v_BLHV))
+        out_BHLV = attend(q_BHLQ, k_BHLQ, v_BHLV, context.mask, self.softmax_scale)
+        return self.cp.outputs(out_BHLV.transpose(1, 2), shard)
+
+    def _attend_with_cache(
+        self, q_BLHN: Tensor, q_BLHR: Tensor, latent_BLC: Tensor, k_BLR: Tensor, cache: LayerKVCache
+    ) -> Tensor:
+        (past_BSX,) = cache.extend(torch.cat([latent_BLC, k_BLR], dim=-1))
+        q_BHLN, q_BHLR = q_BLHN.transpose(1, 2), q_BLHR.transpose(1, 2)
+        if cache.has_past:
+            return self._attend_to_latents(q_BHLN, q_BHLR, past_BSX, cache.mask).transpose(1, 2)
         k_BLHQ, v_BLHV = self._keys_and_values(latent_BLC, k_BLR)
         q_BHLQ = torch.cat([q_BHLN, q_BHLR], dim=-1)
-        return attend(q_BHLQ, k_BLHQ.transpose(1, 2), v_BLHV.transpose(1, 2), mask, self.softmax_scale)
+        keys_and_values = k_BLHQ.transpose(1, 2), v_BLHV.transpose(1, 2)
+        return attend(q_BHLQ, *keys_and_values, cache.mask, self.softmax_scale).transpose(1, 2)
 
     def _queries(self, x_BLD: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
         """Each head's query, without position and rotated: (B, L, D) -> (B, L, H, N), (B, L, H, R)."""
@@ -100,9 +111,19 @@ class LatentAttention(nn.Module):
         latent_BLC, k_BLR = self.wkv_a(x_BLD).split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
         return self.kv_norm(latent_BLC), apply_rope(k_BLR.unsqueeze(2), *rope).squeeze(2)
 
-    def _keys_and_values(self, latent_BLC: Tensor, k_BLR: Tensor) -> tuple[Tensor, Tensor]:
-        """Each head's key, [without position | rotated], and value: -> (B, L, H, Q), (B, L, H, V)."""
-        kv_BLH = self.wkv_b(latent_BLC).unflatten(-1, (-1, self.qk_nope_head_dim + self.v_head_dim))
+    def _keys_and_values(
+        self, latent_BLC: Tensor, k_BLR: Tensor, shard: HeadTailShard | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Each head's key, [without position | rotated], and value: -> (B, L, H, Q), (B, L, H, V).
+
+        With a shard, those of the heads that this rank attends with.
+        """
+        if shard is None:
+            kv_BLX = self.wkv_b(latent_BLC)
+        else:
+            weight_XC = self.cp.own_heads(whole(self.wkv_b.weight_of("weight")), shard)
+            kv_BLX = product(latent_BLC, weight_XC, self.wkv_b.precision)
+        kv_BLH = kv_BLX.unflatten(-1, (-1, self.qk_nope_head_dim + self.v_head_dim))
         k_BLHN, v_BLHV = kv_BLH.split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)
         k_BLHR = k_BLR.unsqueeze(2).expand(-1, -1, k_BLHN.shape[2], -1)
         return torch.cat([k_BLHN, k_BLHR], dim=-1), v_BLHV

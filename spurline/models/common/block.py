@@ -28,7 +28,7 @@ class DecoderBlock(nn.Module):
         normed_BLD = self.tp.all_gather_sequence(self.attention_norm(x_BlD), context.length)
         x_BlD = x_BlD + self.tp.reduce_scatter_sequence(self.attention(normed_BLD, context))
         if self.moe is not None:
-            return x_BlD + self.moe(self.ffn_norm(x_BlD), context.length)
+            return x_BlD + self.moe(self.ffn_norm(x_BlD), context.length, context.shard)
         assert self.feed_forward is not None
         normed_BLD = self.tp.all_gather_sequence(self.ffn_norm(x_BlD), context.length)
         return x_BlD + self.tp.reduce_scatter_sequence(self.feed_forward(normed_BLD))

@@ -18,11 +18,18 @@ class KVCache:
     """
 
     def __init__(self, num_layers: int, num_slots: int, padding_B: Tensor | None = None) -> None:
-        self.num_slots = num_slots
+        self.num_slots, self._padding_B = num_slots, padding_B
+        self._twins: dict[int, KVCache] = {}
         self.padding_B1 = None if padding_B is None or not padding_B.any() else padding_B.unsqueeze(1)
         self.start = self.stop = 0
         self.mask_B1LS: Tensor | None = None
         self.layers = [LayerKVCache(self) for _ in range(num_layers)]
+
+    def twin(self, number: int) -> KVCache:
+        """A cache of the same texts for another part of the model, which moves on by itself: a pipeline stage."""
+        if number not in self._twins:
+            self._twins[number] = KVCache(len(self.layers), self.num_slots, self._padding_B)
+        return self._twins[number]
 
     def advance(self, num_tokens: int, device: torch.device) -> Tensor:
         """Move on to the next num_tokens slots; returns the positions of their tokens, (L,) or (B, L)."""

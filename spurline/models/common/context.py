@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from spurline.comm.sequence import HeadTailShard
 from spurline.models.common.cache import LayerKVCache
 from spurline.models.common.rope import Rope
 
@@ -19,11 +20,14 @@ class BlockContext:
     """
 
     rope: Rope
-    """Cosine and sine of every position's rotary angles, two of (L, P) or (B, L, P): for whole sequences."""
+    """Cosine and sine of every position's rotary angles, two of (L, P) or (B, L, P)."""
     length: int | None = None
-    """L, the length of whole sequences, where a rank has a part of the positions between blocks."""
+    """L, where a rank has a part of the positions between blocks."""
     mask: Tensor | BlockMask | None = None
-    """Attention mask, (B, 1, L, L) and True where a position may attend to another, or by blocks (None: causal)."""
+    """Attention mask, (B, 1, L, L) and True where a position may attend to another, or by blocks (None: causal).
+    With a shard, queries may be those of this rank alone and keys those of whole sequences."""
+    shard: HeadTailShard | None = None
+    """Context parallelism: which positions of whole sequences the L are that this rank has (None: all of them)."""
     cache: LayerKVCache | None = None
     """This layer's KV cache, while text is generated."""
 

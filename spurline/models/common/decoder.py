@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from spurline.comm.sequence import HeadTailShard
 from spurline.models.common.block import DecoderBlock
 from spurline.models.common.cache import KVCache
 from spurline.models.common.context import BlockContext
@@ -16,10 +17,11 @@ from spurline.models.common.decoder_config import DecoderConfig
 from spurline.models.common.init import residual_std
 from spurline.models.common.linear import Embedding, OutputMatrix
 from spurline.models.common.loss import LossSum, chunked_loss_sum
-from spurline.models.common.mask import document_mask
+from spurline.models.common.mask import attention_mask
 from spurline.models.common.norm import RMSNorm
 from spurline.models.common.rope import Rope, rope_tables
 from spurline.models.common.stage import cut_stage
+from spurline.parallel.context import ContextParallel, own
 from spurline.parallel.tensor import TensorParallel
 
 D = TypeVar("D", bound="Decoder")
@@ -29,12 +31,14 @@ class Decoder(nn.Module):
     """Language model: tokens (B, L) -> logits (B, L, vocab_size) in `compute_dtype`.
 
     A family overrides `make_attention(layer)`. Under tensor parallelism, a rank has a part of the positions between
-    blocks, and of the vocabulary in the logits.
+    blocks, and of the vocabulary in the logits. Under context parallelism its tp group has a part of the positions
+    from the embedding to the loss; logits are those of all positions.
 
     `stage(first, end)` is a part of the model for pipeline parallelism: some layers, with the embedding if they are the
     first and the head if they are the last. What a stage lacks is None.
     """
 
+    takes_kv_cache = True
     embedding: Embedding | None
     norm: RMSNorm | None
     output: OutputMatrix | None
@@ -53,6 +57,7 @@ class Decoder(nn.Module):
         self.output = None if config.tied_embeddings else OutputMatrix(config.dim, config.vocab_size)
         self.is_first_stage = self.is_last_stage = True
         self.tp = TensorParallel()
+        self.cp = ContextParallel()
 
     @property
     def tensor_parallel_dims(self) -> dict[str, int]:
@@ -86,14 +91,29 @@ class Decoder(nn.Module):
         x_BlD = self.hidden_states(tokens_BL, cache, hidden_BlD, **extras)
         if not self.is_last_stage:
             return x_BlD
-        hidden_BLD = self.final_norm(x_BlD, tokens_BL.shape[1])
         if labels_BL is not None and loss_sum is not None:
+            hidden_BLD = self.final_norm(x_BlD, self.num_own_positions(tokens_BL))
             return self.loss(hidden_BLD, tokens_BL, labels_BL, loss_sum, **extras)
+        hidden_BLD = self.all_final_norm(x_BlD, tokens_BL, cache)
         return self.logits(hidden_BLD if cache is None else hidden_BLD[:, -1:])
 
     def last_hidden_state(self, tokens_BL: Tensor, cache: KVCache | None = None, **extras: Any) -> Tensor:
         """The hidden states behind the final norm, for all positions: (B, L) -> (B, L, D)."""
-        return self.final_norm(self.hidden_states(tokens_BL, cache, **extras), tokens_BL.shape[1])
+        return self.all_final_norm(self.hidden_states(tokens_BL, cache, **extras), tokens_BL, cache)
+
+    def all_final_norm(self, x_BlD: Tensor, tokens_BL: Tensor, cache: KVCache | None) -> Tensor:
+        """The hidden states behind the final norm of whole sequences, on every rank: (B, l, D) -> (B, L, D)."""
+        shard = self.shard_of(tokens_BL, cache)
+        return self.cp.all_gather_positions(self.final_norm(x_BlD, self.num_own_positions(tokens_BL, cache)), shard)
+
+    def shard_of(self, tokens_BL: Tensor, cache: KVCache | None = None) -> HeadTailShard | None:
+        """Which positions are this rank's under context parallelism; None: all of them, as with a KV cache."""
+        return self.cp.shard(tokens_BL.shape[1]) if cache is None else None
+
+    def num_own_positions(self, tokens_BL: Tensor, cache: KVCache | None = None) -> int:
+        """How many positions of the sequences this rank's tp group has."""
+        shard = self.shard_of(tokens_BL, cache)
+        return tokens_BL.shape[1] if shard is None else shard.num_real
 
     def hidden_states(
         self, tokens_BL: Tensor, cache: KVCache | None = None, hidden_BlD: Tensor | None = None, **extras: Any
@@ -107,7 +127,7 @@ class Decoder(nn.Module):
             raise ValueError(
                 f"{type(self).__name__}: hidden_BlD must be given to every pipeline stage but the first; {this}"
             )
-        x_BlD = self.embed(tokens_BL) if hidden_BlD is None else hidden_BlD
+        x_BlD = self.embed(own(tokens_BL, self.shard_of(tokens_BL, cache))) if hidden_BlD is None else hidden_BlD
         return self.run_blocks(x_BlD, self.block_context(tokens_BL, cache, **extras), cache)
 
     def embed(self, tokens_BL: Tensor) -> Tensor:
@@ -116,15 +136,23 @@ class Decoder(nn.Module):
         return self.embedding(tokens_BL).to(self.compute_dtype)
 
     def block_context(
-        self, tokens_BL: Tensor, cache: KVCache | None = None, documents_BL: Tensor | None = None
+        self,
+        tokens_BL: Tensor,
+        cache: KVCache | None = None,
+        documents_BL: Tensor | None = None,
+        shard: HeadTailShard | None = None,
     ) -> BlockContext:
         """What all blocks need besides activations; with document ids, each position attends to its own document only.
 
-        It depends on the shape of the tokens alone, not on their values. A cache moves on by L positions.
+        It depends on the shape of the tokens alone, not on their values. A cache moves on by L positions. `shard` says
+        which positions are this rank's, if not those of `shard_of`.
         """
         length, device = tokens_BL.shape[1], tokens_BL.device
+        shard = shard or self.shard_of(tokens_BL, cache)
+        mask = attention_mask(documents_BL, shard if self.cp.attends_from_own_positions else None, tokens_BL)
+        if shard is not None:
+            return BlockContext(self.rope(shard.positions(device)), shard.num_real, mask, shard)
         positions_L = torch.arange(length, device=device) if cache is None else cache.advance(length, device)
-        mask = None if documents_BL is None else document_mask(documents_BL)
         return BlockContext(self.rope(positions_L), length, mask)
 
     def rope(self, positions_L: Tensor) -> Rope:
@@ -153,8 +181,12 @@ class Decoder(nn.Module):
     def loss(
         self, hidden_BLD: Tensor, tokens_BL: Tensor, labels_BL: Tensor, loss_sum: LossSum, **extras: Any
     ) -> Tensor:
-        """The summed loss of what `last_hidden_state` returned; a family may add terms of its own."""
-        (loss,) = self.loss_sums([hidden_BLD], [labels_BL], loss_sum)
+        """The summed loss of hidden states behind the final norm; a family may add terms of its own.
+
+        Under context parallelism, hidden states are those of this rank's positions and so is the loss; tokens and
+        labels are whole sequences.
+        """
+        (loss,) = self.loss_sums([hidden_BLD], [own(labels_BL, self.shard_of(tokens_BL))], loss_sum)
         return loss
 
     def loss_sums(self, hidden: list[Tensor], labels: list[Tensor], loss_sum: LossSum) -> list[Tensor]:

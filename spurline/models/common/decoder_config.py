@@ -133,7 +133,9 @@ class DecoderConfig:
     def parallel_facts(self) -> ParallelFacts:
         dense_hidden_dim = (("dense_hidden_dim", self.dense_hidden_dim),) if self._num_dense() else ()
         return ParallelFacts(
-            num_heads=self.num_heads, split_widths=(("vocab_size", self.vocab_size), *dense_hidden_dim)
+            num_heads=self.num_heads,
+            num_layers=self.num_layers,
+            split_widths=(("vocab_size", self.vocab_size), *dense_hidden_dim),
         )
 
     def num_params(self) -> int:

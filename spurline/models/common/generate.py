@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from spurline.models.common.cache import KVCache
-from spurline.models.common.decoder import Decoder
 from spurline.models.common.sampling import Sampling
 from spurline.parallel.tensor import TensorParallel
 
@@ -114,7 +113,7 @@ class _Reader:
         self.max_context = max_context
         self.device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self.join_vocabulary = getattr(model, "tp", TensorParallel()).join_vocabulary
-        self.cached = cached and isinstance(model, Decoder)  # other models may not take a KV cache
+        self.cached = cached and getattr(model, "takes_kv_cache", False)  # other models may not
         self.cache: KVCache | None = None
 
     def logits(self, texts: list[list[int]]) -> Tensor:
@@ -141,8 +140,8 @@ class _Reader:
         longest = max(map(len, windows))
         padding = [longest - len(window) for window in windows]
         num_slots = min(longest + self.num_tokens, self.max_context)
-        assert isinstance(self.model, Decoder)
-        self.cache = KVCache(self.model.config.num_layers, num_slots, self._tensor(padding))
+        config: Any = self.model.config
+        self.cache = KVCache(config.num_layers, num_slots, self._tensor(padding))
         tokens_BL = self._tensor([[0] * num + window for num, window in zip(padding, windows, strict=True)])
         return self.model(tokens_BL, self.cache)[:, -1]
 

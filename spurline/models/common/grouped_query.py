@@ -6,10 +6,9 @@ of the KV cache.
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask
 
 from spurline.comm.gradients import local
-from spurline.models.common.cache import LayerKVCache, attend_to_past
+from spurline.models.common.cache import attend_to_past
 from spurline.models.common.context import BlockContext
 from spurline.models.common.decoder import Decoder
 from spurline.models.common.decoder_config import AttentionFeatures, GroupedQueryConfig
@@ -21,6 +20,7 @@ from spurline.models.common.rope import Rope, apply_rope_halves
 from spurline.models.common.sinks import attend_with_sinks
 from spurline.models.common.window import in_window
 from spurline.ops.draw import drawn_in_blocks
+from spurline.parallel.context import ContextParallel
 
 
 class GroupedQueryAttention(nn.Module):
@@ -48,6 +48,7 @@ class GroupedQueryAttention(nn.Module):
         self.q_norm = self._make_norm(config, query_dim) if features.qk_norm != "none" else None
         self.k_norm = self._make_norm(config, key_dim) if features.qk_norm != "none" else None
         self.sinks_H = nn.Parameter(torch.zeros(config.num_heads)) if features.sinks else None
+        self.cp = ContextParallel()
         self.tensor_parallel_dims = {"wq.weight": 0, "wk.weight": 0, "wv.weight": 0, "wo.weight": 1}
         if features.qkv_bias:
             self.tensor_parallel_dims |= {"wq.bias": 0, "wk.bias": 0, "wv.bias": 0}
@@ -69,10 +70,11 @@ class GroupedQueryAttention(nn.Module):
         q_BLHR, k_BLGR, v_BLGR = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
         if self.q_norm is not None and self.k_norm is not None and not self.norms_all_heads:
             q_BLHR, k_BLGR = self.q_norm(q_BLHR), self.k_norm(k_BLGR)
-        q_BHLR = self._rotate(q_BLHR, context.rope).transpose(1, 2)
-        k_BGLR = self._rotate(k_BLGR, context.rope).transpose(1, 2)
-        out_BHLR = self._attend(q_BHLR, k_BGLR, v_BLGR.transpose(1, 2), context.cache, context.mask)
-        return self.wo(out_BHLR.transpose(1, 2).flatten(2))
+        q_BLHR, k_BLGR = self._rotate(q_BLHR, context.rope), self._rotate(k_BLGR, context.rope)
+        q_BLHR = self.cp.queries(q_BLHR, context.shard)
+        k_BLGR, v_BLGR = self.cp.keys_and_values(k_BLGR, v_BLGR, context.shard)
+        out_BHLR = self._attend(q_BLHR.transpose(1, 2), k_BLGR.transpose(1, 2), v_BLGR.transpose(1, 2), context)
+        return self.wo(self.cp.outputs(out_BHLR.transpose(1, 2), context.shard).flatten(2))
 
     def _rotate(self, x_BLHR: Tensor, rope: Rope) -> Tensor:
         """The first rope_dim channels of each head are rotated, the rest stays."""
@@ -81,21 +83,16 @@ class GroupedQueryAttention(nn.Module):
         rotated, rest = x_BLHR.split([self.rope_dim, self.head_dim - self.rope_dim], dim=-1)
         return torch.cat([apply_rope_halves(rotated, *rope), rest], dim=-1)
 
-    def _attend(
-        self,
-        q_BHLR: Tensor,
-        k_BGLR: Tensor,
-        v_BGLR: Tensor,
-        cache: LayerKVCache | None,
-        mask: Tensor | BlockMask | None,
-    ) -> Tensor:
-        sinks_H = None if self.sinks_H is None else local(self.sinks_H).to(q_BHLR.dtype)
+    def _attend(self, q_BHLR: Tensor, k_BGLR: Tensor, v_BGLR: Tensor, context: BlockContext) -> Tensor:
+        cache, mask, shard = context.cache, context.mask, context.shard
+        sinks_H = None if self.sinks_H is None else self.cp.own_heads(local(self.sinks_H), shard).to(q_BHLR.dtype)
         num_keys = k_BGLR.shape[-2]
         if cache is not None:
             k_BGSR, v_BGSR = cache.extend(k_BGLR, v_BGLR)
             mask, num_keys = cache.mask, k_BGSR.shape[-2]
         if self.window or sinks_H is not None:
-            mask = in_window(dense_mask(mask), q_BHLR, num_keys, self.window)
+            query_L = shard.positions(q_BHLR.device) if shard and self.cp.attends_from_own_positions else None
+            mask = in_window(dense_mask(mask), q_BHLR, num_keys, self.window, query_L)
         if cache is not None and cache.has_past:
             return attend_to_past(q_BHLR, k_BGSR, v_BGSR, dense_mask(mask), self.softmax_scale, sinks_H)
         if sinks_H is not None:

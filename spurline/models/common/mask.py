@@ -1,6 +1,7 @@
 """Attention under a mask: causal, dense, or by blocks.
 
-B sequences of L positions in n blocks; H heads of queries, G of keys and values, R and V their widths.
+B sequences of L positions in n blocks, of which queries may have l in m blocks; H heads of queries, G of keys and
+values, R and V their widths.
 """
 
 from functools import cache
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from spurline.accelerator import acts_as_accelerator
+from spurline.comm.sequence import HeadTailShard
 
 WITHOUT_BLOCKS = {"mps"}
 """Accelerators on which flex_attention does not train."""
@@ -31,55 +33,87 @@ def attend(q_BHLR: Tensor, k_BGLR: Tensor, v_BGLV: Tensor, mask: Tensor | BlockM
     )
 
 
-def document_mask(documents_BL: Tensor) -> Tensor | BlockMask:
+def attention_mask(
+    documents_BL: Tensor | None, queries: HeadTailShard | None, like: Tensor
+) -> Tensor | BlockMask | None:
+    """The mask of causal attention for `attend`; None where it needs none.
+
+    With document ids, each position attends to its own document only; with `queries`, queries are those of a rank's
+    positions, and keys those of all.
+    """
+    if queries is None:
+        return None if documents_BL is None else document_mask(documents_BL)
+    if documents_BL is None:
+        documents_BL = torch.zeros(1, queries.length, dtype=torch.int64, device=like.device)
+    return document_mask(documents_BL, queries.positions(like.device))
+
+
+def document_mask(documents_BL: Tensor, query_l: Tensor | None = None) -> Tensor | BlockMask:
     """Causal attention within each document: (B, L) document ids, which go up, -> a mask for `attend`.
 
-    On a CPU (B, 1, L, L), True where a query sees a key; on an accelerator by blocks, so that no tensor has L * L
-    numbers and blocks of other documents cost nothing. Rotary positions go on counting across a boundary: attention
-    depends only on the distance between two positions.
+    query_l are the positions of the queries, which go up, if they are not all. On a CPU (B, 1, l, L), True where a
+    query sees a key; on an accelerator by blocks, so that no tensor has L * L numbers and blocks of other documents
+    cost nothing. Rotary positions go on counting across a boundary: attention depends only on the distance between two
+    positions.
     """
     if acts_as_accelerator(documents_BL.device) and documents_BL.device.type not in WITHOUT_BLOCKS:
-        return document_blocks(documents_BL)
-    length = documents_BL.shape[1]
-    causal_LL = torch.ones(length, length, dtype=torch.bool, device=documents_BL.device).tril()
-    return (documents_BL.unsqueeze(2) == documents_BL.unsqueeze(1)).logical_and(causal_LL).unsqueeze(1)
+        return document_blocks(documents_BL, query_l)
+    key_L = torch.arange(documents_BL.shape[1], device=documents_BL.device)
+    is_before_lL = key_L <= (key_L if query_l is None else query_l).unsqueeze(1)
+    query_document_Bl = documents_BL if query_l is None else documents_BL.index_select(1, query_l)
+    return (query_document_Bl.unsqueeze(2) == documents_BL.unsqueeze(1)).logical_and(is_before_lL).unsqueeze(1)
 
 
-def document_blocks(documents_BL: Tensor) -> BlockMask:
-    """The same by blocks: which blocks of keys each block of queries sees in part, and which as a whole."""
+def document_blocks(documents_BL: Tensor, query_l: Tensor | None = None) -> BlockMask:
+    """The same by blocks: which n blocks of keys each of m blocks of queries sees in part, and which as a whole."""
     length = documents_BL.shape[1]
-    num_blocks = -(-length // BLOCK)
-    place_n = torch.arange(num_blocks, device=documents_BL.device)
-    first_Bn = documents_BL[:, place_n * BLOCK]
-    last_Bn = documents_BL[:, (place_n * BLOCK + BLOCK - 1).clamp(max=length - 1)]
-    earlier_nn, same_nn = place_n < place_n.unsqueeze(1), place_n == place_n.unsqueeze(1)
-    # Ids go up: an earlier block of keys is seen if its last document is still the first one of the queries.
-    is_seen_Bnn = (last_Bn.unsqueeze(1) == first_Bn.unsqueeze(2)) & earlier_nn
-    is_whole_Bnn = is_seen_Bnn & (first_Bn.unsqueeze(1) == last_Bn.unsqueeze(2))
-    in_part_Bnn = (is_seen_Bnn & ~is_whole_Bnn) | same_nn
+    key_L = torch.arange(length, device=documents_BL.device)
+    position_l = key_L if query_l is None else query_l
+    query_first_m, query_last_m = _first_and_last(position_l)
+    key_first_n, key_last_n = _first_and_last(key_L)
+
+    def document(place: Tensor) -> Tensor:
+        return documents_BL.index_select(1, place)
+
+    # Ids go up: a block of keys is seen if its last document is still the first one of the queries, or a later one.
+    is_before_mn = key_first_n <= query_last_m.unsqueeze(1)
+    is_seen_Bmn = (document(key_last_n).unsqueeze(1) >= document(query_first_m).unsqueeze(2)) & is_before_mn
+    is_all_before_mn = key_first_n + BLOCK - 1 <= query_first_m.unsqueeze(1)  # and no key is past the end
+    is_whole_Bmn = (document(key_first_n).unsqueeze(1) == document(query_last_m).unsqueeze(2)) & is_all_before_mn
+    in_part_Bmn = is_seen_Bmn & ~is_whole_Bmn
 
     def sees(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (documents_BL[b, query] == documents_BL[b, key]) & (key <= query)
+        position = position_l[query]
+        return (documents_BL[b, position] == documents_BL[b, key]) & (key <= position)
 
+    seq_lengths = len(position_l), length
     return BlockMask.from_kv_blocks(
-        *_ordered(in_part_Bnn), *_ordered(is_whole_Bnn), BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(length, length)
+        *_ordered(in_part_Bmn), *_ordered(is_whole_Bmn), BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=seq_lengths
     )
 
 
-def _ordered(is_seen_Bnn: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks each block of queries sees, (B, 1, n), and which, (B, 1, n, n): these first."""
-    number_B1n = is_seen_Bnn.sum(-1, dtype=torch.int32).unsqueeze(1)
-    order_B1nn = torch.argsort(is_seen_Bnn.to(torch.int8), dim=-1, descending=True, stable=True).unsqueeze(1)
-    return number_B1n, order_B1nn.to(torch.int32)
+def _first_and_last(position_l: Tensor) -> tuple[Tensor, Tensor]:
+    """The positions at the ends of each block: (l,) -> two of (m,)."""
+    length = len(position_l)
+    start_m = torch.arange(0, length, BLOCK, device=position_l.device)
+    return position_l[start_m], position_l[(start_m + BLOCK - 1).clamp(max=length - 1)]
+
+
+def _ordered(is_seen_Bmn: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks each block of queries sees, (B, 1, m), and which, (B, 1, m, n): these first."""
+    number_B1m = is_seen_Bmn.sum(-1, dtype=torch.int32).unsqueeze(1)
+    order_B1mn = torch.argsort(is_seen_Bmn.to(torch.int8), dim=-1, descending=True, stable=True).unsqueeze(1)
+    return number_B1m, order_B1mn.to(torch.int32)
 
 
 def dense_mask(mask: Tensor | BlockMask | None) -> Tensor | None:
     """The mask as (B, 1, L, L), True where a query sees a key; None if it is causal."""
     if not isinstance(mask, BlockMask):
         return mask
-    B, (length, _), device = mask.kv_num_blocks.shape[0], mask.seq_lengths, mask.kv_num_blocks.device
-    batch, place = torch.arange(B, device=device), torch.arange(length, device=device)
-    return mask.mask_mod(batch.view(-1, 1, 1), batch[:1], place.view(1, -1, 1), place.view(1, 1, -1)).unsqueeze(1)
+    B, (num_queries, num_keys), device = mask.kv_num_blocks.shape[0], mask.seq_lengths, mask.kv_num_blocks.device
+    batch = torch.arange(B, device=device)
+    query, key = torch.arange(num_queries, device=device), torch.arange(num_keys, device=device)
+    return mask.mask_mod(batch.view(-1, 1, 1), batch[:1], query.view(1, -1, 1), key.view(1, 1, -1)).unsqueeze(1)
 
 
 def _flex(device: torch.device) -> Any:

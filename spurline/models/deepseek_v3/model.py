@@ -5,12 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spurline.comm.sequence import SequenceShard
+from spurline.comm.sequence import HeadTailShard, SequenceShard
 from spurline.models.common.attention import LatentAttention
 from spurline.models.common.decoder import Decoder
 from spurline.models.common.loss import LossSum
 from spurline.models.deepseek_v3.configs import DeepSeekV3Config
 from spurline.models.deepseek_v3.mtp import PredictionModule
+from spurline.parallel.context import own
 
 
 class DeepSeekV3(Decoder):
@@ -58,7 +59,7 @@ class DeepSeekV3(Decoder):
         if not self.mtp or not self.training:
             return super().loss(hidden_BLD, tokens_BL, labels_BL, loss_sum)
         ahead = self.mtp_hidden_states(hidden_BLD, tokens_BL, **extras)
-        labels = [labels_BL[:, k:] for k in range(len(ahead) + 1)]
+        labels = [self._own_ahead(labels_BL, k) for k in range(len(ahead) + 1)]
         loss, *losses = self.loss_sums([hidden_BLD, *ahead], labels, loss_sum)
         return loss + self.config.mtp_loss_weight * torch.stack(losses).mean()
 
@@ -79,12 +80,23 @@ class DeepSeekV3(Decoder):
         found = []
         for k, module in enumerate(self.mtp.values(), 1):
             length = tokens_BL.shape[1] - k
-            own_documents_BL = None if documents_BL is None else documents_BL[:, :length]
-            context = self.block_context(tokens_BL[:, :length], documents_BL=own_documents_BL)
-            x_BlD = module(self._own_positions(hidden_BLD[:, :length]), self.embed(tokens_BL[:, k:]), context)
-            hidden_BLD = self.tp.all_gather_sequence(x_BlD, length)
+            its_documents_BL = None if documents_BL is None else documents_BL[:, :length]
+            shard = self._shard_ahead(tokens_BL, k)
+            context = self.block_context(tokens_BL[:, :length], documents_BL=its_documents_BL, shard=shard)
+            hidden_BlD = self._own_positions(hidden_BLD[:, : context.length])
+            x_BlD = module(hidden_BlD, self.embed(self._own_ahead(tokens_BL, k)), context)
+            hidden_BLD = self.tp.all_gather_sequence(x_BlD, context.length)
             found.append(hidden_BLD)
         return found
+
+    def _shard_ahead(self, tokens_BL: Tensor, k: int) -> HeadTailShard | None:
+        """Context parallelism: a rank keeps the positions that it has of the last hidden state, but for the last k."""
+        shard = self.shard_of(tokens_BL)
+        return None if shard is None else shard.shortened(k)
+
+    def _own_ahead(self, x_BL: Tensor, k: int) -> Tensor:
+        """What is k ahead of each of this rank's positions: (B, L) -> (B, l), or (B, L - k) if all are this rank's."""
+        return own(x_BL[:, k:], self._shard_ahead(x_BL, k))
 
     def _own_positions(self, x_BLD: Tensor) -> Tensor:
         """This rank's part of positions that every rank of the tp group has: (B, L, D) -> (B, l, D)."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from spurline.config import Data, Metrics, RunConfig
+from spurline.config import Data, Metrics, ParallelFacts, RunConfig
 from spurline.data.patch_sizes import MERGE, PATCH_DIM
 from spurline.models.common.costs import Cost
 from spurline.models.common.decoder_config import SparseDecoderConfig, not_positive
@@ -76,6 +76,9 @@ class Qwen3VLConfig(Qwen3Config):
         is_height = [pair % 3 == 1 and pair < 3 * height for pair in range(self.head_dim // 2)]
         is_width = [pair % 3 == 2 and pair < 3 * width for pair in range(self.head_dim // 2)]
         return [1 if h else 2 if w else 0 for h, w in zip(is_height, is_width, strict=True)]
+
+    def parallel_facts(self) -> ParallelFacts:
+        return replace(super().parallel_facts(), first_stage_layers=max(1, len(self.vision.deepstack_layers)))
 
     def problems(self) -> list[str]:
         found = super().problems() + [f"vision.{problem}" for problem in self.vision.problems()]

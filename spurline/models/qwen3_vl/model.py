@@ -5,13 +5,14 @@ B sequences of L positions, of which this rank has l; D model width; M visual fe
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from spurline.comm.sequence import SequenceShard
+from spurline.comm.sequence import HeadTailShard, SequenceShard
 from spurline.data.batch import Images, Spot
 from spurline.models.common.cache import KVCache
 from spurline.models.common.context import BlockContext
@@ -20,6 +21,7 @@ from spurline.models.qwen3.model import Qwen3
 from spurline.models.qwen3_vl.configs import Qwen3VLConfig
 from spurline.models.qwen3_vl.geometry import feature_of_position, sequence_positions
 from spurline.models.qwen3_vl.vision import VisionEncoder
+from spurline.parallel.context import own
 
 V = TypeVar("V", bound="Qwen3VL")
 
@@ -73,10 +75,10 @@ class Qwen3VL(Qwen3):
             return super().hidden_states(tokens_BL, cache, hidden_BlD, images=images, **extras)
         context = self.block_context(tokens_BL, cache, images=images, **extras)
         position_M, feature_M = (
-            part.to(tokens_BL.device) for part in self._own_features(images.spots, *tokens_BL.shape)
+            part.to(tokens_BL.device) for part in self._own_features(images.spots, tokens_BL, context.shard)
         )
         features_MD, deepstack = self._encode(self.vision, images)
-        x_BlD = self.embed(tokens_BL)
+        x_BlD = self.embed(own(tokens_BL, context.shard))
         x_XD = x_BlD.flatten(0, 1).index_copy(0, position_M, features_MD.index_select(0, feature_M))
         x_BlD = x_XD.view_as(x_BlD)
         for block, more_MD in zip_longest(self.layers.values(), deepstack):
@@ -91,15 +93,19 @@ class Qwen3VL(Qwen3):
         tokens_BL: Tensor,
         cache: KVCache | None = None,
         documents_BL: Tensor | None = None,
+        shard: HeadTailShard | None = None,
         images: Images | None = None,
     ) -> BlockContext:
         """With pictures, rotary positions have three axes, which follow from the pictures' sizes and places."""
         if images is None:
-            return super().block_context(tokens_BL, cache, documents_BL)
+            return super().block_context(tokens_BL, cache, documents_BL, shard)
         assert cache is None, "a KV cache is for text without pictures"
         assert documents_BL is None, "document ids are for text without pictures"
+        context = super().block_context(tokens_BL, shard=shard)
         position_ABL = sequence_positions(images.spots, *tokens_BL.shape).to(tokens_BL.device)
-        return BlockContext(self._rope_of_axes(position_ABL), tokens_BL.shape[1])
+        if context.shard is not None:
+            position_ABL = context.shard.shard(position_ABL, 2)
+        return replace(context, rope=self._rope_of_axes(position_ABL))
 
     def _encode(self, vision: VisionEncoder, images: Images) -> tuple[Tensor, list[Tensor]]:
         patches_NC, spots = images.patches_NC, images.spots
@@ -110,11 +116,14 @@ class Qwen3VL(Qwen3):
             patches_NC = patches_NC.new_zeros(spots[0].num_patches, patches_NC.shape[1])
         return vision(patches_NC.to(self.compute_dtype), spots)
 
-    def _own_features(self, spots: tuple[Spot, ...], B: int, L: int) -> tuple[Tensor, Tensor]:
+    def _own_features(
+        self, spots: tuple[Spot, ...], tokens_BL: Tensor, shard: HeadTailShard | None
+    ) -> tuple[Tensor, Tensor]:
         """Which of this rank's B * l positions hold a visual feature, and which feature that is."""
         group = self.tp.group
-        shard = SequenceShard(L, 1 if group is None else group.size(), self.tp.rank)
-        feature_X = shard.shard(feature_of_position(spots, B, L), dim=1).flatten()
+        feature_BL = own(feature_of_position(spots, *tokens_BL.shape), shard)
+        share = SequenceShard(feature_BL.shape[1], 1 if group is None else group.size(), self.tp.rank)
+        feature_X = share.shard(feature_BL, dim=1).flatten()
         position_M = (feature_X >= 0).nonzero().squeeze(1)
         return position_M, feature_X[position_M]
 

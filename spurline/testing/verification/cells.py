@@ -68,6 +68,10 @@ class Cell:
     tp: int = 1
     ep: int = 1
     etp: int = 1
+    cp: int = 1
+    context: str = "all_gather"
+    pp: int = 1
+    schedule: str = "1F1B"
     exchange: str = "uneven"
     dispatcher: str = "all-to-all"
     rows: str = "rows as they are"
@@ -84,17 +88,22 @@ class Cell:
     precision: str = "none"
     seq_len: int = 12
     clip: bool = False
+    num_layers: int = 0
+    """For pipeline stages; 0: those of the model."""
+    tied: bool = False
+    """Whether the embedding is the output matrix too; False: as in the model."""
 
     @property
     def dp(self) -> int:
-        return self.ranks // self.tp
+        return self.ranks // (self.pp * self.cp * self.tp)
 
     @property
     def name(self) -> str:
         """The parallelism degrees above 1, and every setting that is not the default."""
-        degrees = {"replicate": self.replicate, "shard": self.dp // self.replicate}
-        degrees |= {"tp": self.tp, "ep": self.ep, "etp": self.etp}
+        degrees = {"pp": self.pp, "replicate": self.replicate, "shard": self.dp // self.replicate}
+        degrees |= {"cp": self.cp, "tp": self.tp, "ep": self.ep, "etp": self.etp}
         parts = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
+        parts += [self.schedule] * (self.pp > 1) + [self.context] * (self.context != Cell.context)
         default = Cell()
         values = {field: getattr(self, field) for field in MOE_OPTIONS}
         parts += [value for field, value in values.items() if value not in (getattr(default, field), AS_GIVEN)]
@@ -104,12 +113,15 @@ class Cell:
         parts += [self.dtype] * (self.dtype != default.dtype)
         parts += [self.precision] * (self.precision != default.precision)
         parts += [f"length {self.seq_len}"] * (self.seq_len != default.seq_len) + ["clip"] * self.clip
+        parts += [f"{self.num_layers} layers"] * bool(self.num_layers) + ["tied"] * self.tied
         return ", ".join(parts) or "defaults"
 
 
 def keep_given(cell: Cell, given: set[str]) -> Cell:
-    """The cell without changes to the given MoE options."""
-    as_given: dict[str, Any] = {
+    """The cell without changes to the given options of the model."""
+    of_model = {"num_layers": ("num_layers", 0), "tied_embeddings": ("tied", False)}
+    kept = dict(field for option, field in of_model.items() if option in given)
+    as_given: dict[str, Any] = kept | {
         field: AS_GIVEN
         for field, values in MOE_OPTIONS.items()
         if any(option in given for options in values.values() for option in options)
@@ -124,6 +136,10 @@ def run_config(cell: Cell, model: Any) -> RunConfig[Any]:
         options |= values.get(getattr(cell, field), {})
     if options:
         model = replace(model, moe=replace(model.moe, **options))
+    if cell.num_layers:
+        model = replace(model, num_layers=cell.num_layers)
+    if cell.tied:
+        model = replace(model, tied_embeddings=True)
     return RunConfig(
         model=model,
         training=Training(
@@ -139,7 +155,17 @@ def run_config(cell: Cell, model: Any) -> RunConfig[Any]:
         # update is the gradient's sign: rounding would flip some entries, and a wrong scale would go unnoticed.
         optimizer=Optimizer(lr=1e-2, eps=1e-2),
         lr_scheduler=LRScheduler(warmup_steps=0, decay_ratio=0.0),
-        parallelism=Parallelism(cell.replicate, -1, cell.tp, cell.ep, cell.etp),
+        parallelism=Parallelism(
+            cell.replicate,
+            -1,
+            cell.tp,
+            cell.ep,
+            cell.etp,
+            context_parallel_degree=cell.cp,
+            context_parallel_kind=cell.context,  # type: ignore[arg-type]
+            pipeline_parallel_degree=cell.pp,
+            pipeline_parallel_schedule=cell.schedule,  # type: ignore[arg-type]
+        ),
         compile=Compile(enable=cell.compile != "off", backend=cell.compile),
         precision=Precision(recipe=cell.precision),  # type: ignore[arg-type]
         activation_checkpoint=ActivationCheckpoint(mode=cell.remat),  # type: ignore[arg-type]
@@ -151,12 +177,15 @@ def _seq_len(cell: Cell, model: Any) -> int:
     """Forced balance assigns experts by token index on each rank; at this length that equals a single rank's order."""
     num_experts = model.parallel_facts().num_experts
     if num_experts and model.with_forced_balance() == model:
-        return num_experts * cell.tp
+        return num_experts * cell.tp * (2 * cell.cp if cell.cp > 1 else 1)
     return cell.seq_len
 
 
-def reference_config(config: RunConfig[Any]) -> RunConfig[Any]:
-    """The same training on one rank, with defaults for every option that must not change the results."""
+def reference_config(config: RunConfig[Any], micro_batches: int = 1) -> RunConfig[Any]:
+    """The same training on one rank, with defaults for every option that must not change the results.
+
+    The balance loss of a batch is one of a micro-batch of all ranks: the reference has as many of them.
+    """
     model, moe = config.model, getattr(config.model, "moe", None)
     if isinstance(moe, MoEConfig):
         default = MoEConfig()
@@ -169,10 +198,12 @@ def reference_config(config: RunConfig[Any]) -> RunConfig[Any]:
             "row_multiple",
         )
         model = replace(model, moe=replace(moe, **{name: getattr(default, name) for name in how}))
+    if not isinstance(moe, MoEConfig) or moe.aux_loss != "batch":
+        micro_batches = 1
     return replace(
         config,
         model=model,
-        training=replace(config.training, local_batch_size=SEQUENCES_A_STEP, dtype="float32"),
+        training=replace(config.training, local_batch_size=SEQUENCES_A_STEP // micro_batches, dtype="float32"),
         parallelism=Parallelism(),
         compile=Compile(),
         precision=Precision(),
@@ -198,10 +229,12 @@ def cell_problems(cell: Cell, model: Any) -> list[str]:
             found.append("experts_backend bmm needs forced balance, without compile")
         if moe.experts_backend == "stream" and cell.precision != "none":
             found.append(f"experts_backend stream does not round operands, as {cell.precision} does")
-        if moe.dispatcher == "hybrid_ep" and cell.ep * cell.etp > 1 and config.training.seq_len % cell.tp:
+        if (
+            moe.dispatcher == "hybrid_ep"
+            and cell.ep * cell.etp > 1
+            and config.training.seq_len % (cell.tp * 2 * cell.cp)
+        ):
             found.append("dispatcher hybrid_ep needs the same number of tokens on every rank")
-        if moe.aux_loss == "batch" and cell.micro_batches > 1:
-            found.append("aux_loss batch depends on the micro-batch size, so it can't be compared with micro-batches")
     if not found:
         found = degree_problems(config.parallelism, cell.ranks, model=config.model, training=config.training)
     return [problem.partition("; nearest that works")[0] for problem in found]

@@ -34,6 +34,10 @@ QUICK = [
     Cell(2, ep=2, exchange="adaptive equal split", router="groups and bias", separate_expert_units=True, remat="full"),
     Cell(2, ep=2, experts="loop", compile="aot_eager", exchange="equal split", score="score before", clip=True),
     Cell(2, tp=2, ep=2, rows="aligned rows", compile="aot_eager", remat="selective", router="sigmoid", seq_len=13),
+    Cell(2, cp=2, seq_len=13, balance="batch and z loss", clip=True),
+    Cell(4, cp=2, ep=2, context="ulysses", seq_len=13, remat="selective", micro_batches=2),
+    Cell(2, pp=2, micro_batches=4, tied=True, clip=True),
+    Cell(4, pp=2, ep=2, micro_batches=2, seq_len=13, router="groups and bias", balance="batch and z loss"),
     Cell(2, dtype="bfloat16", micro_batches=4, remat="selective", seq_len=13),
     Cell(2, ep=2, dtype="bfloat16", experts="grouped_mm", micro_batches=2, clip=True),
     Cell(compile="aot_eager", precision="mxfp8", experts="loop", micro_batches=2),
@@ -77,6 +81,36 @@ MORE = [
     Cell(8, tp=2, ep=2, etp=2, exchange="equal split", remat="selective"),
     Cell(8, replicate=2, tp=2, ep=4, router="groups and bias", balance="batch and z loss"),
     Cell(8, tp=2, ep=4, compile="aot_eager"),
+    Cell(2, cp=2, compile="aot_eager", router="groups and bias", seq_len=13),
+    Cell(2, cp=2, context="ulysses", compile="aot_eager", remat="full"),
+    Cell(4, cp=4, seq_len=13, balance="batch and z loss", clip=True),
+    Cell(4, cp=4, context="ulysses", seq_len=13),
+    Cell(4, cp=2, tp=2, ep=4, exchange="forced balance", separate_expert_units=True),
+    Cell(8, cp=2, tp=2, ep=4, context="ulysses", seq_len=13),
+    Cell(8, replicate=2, cp=4, ep=2, etp=2, seq_len=13, clip=True),
+    Cell(2, pp=2, schedule="GPipe", balance="batch and z loss"),
+    *(
+        Cell(pp, pp=pp, schedule=schedule, micro_batches=2 * pp, num_layers=2 * pp, tied=True, clip=True)
+        for pp in (2, 4)
+        for schedule in ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBV", "DualPipeV")
+    ),
+    Cell(4, pp=4, schedule="GPipe", micro_batches=2, num_layers=4, seq_len=13),
+    Cell(2, pp=2, compile="aot_eager", micro_batches=2, seq_len=13),
+    Cell(4, pp=2, tp=2, ep=2, micro_batches=2, seq_len=13, remat="selective"),
+    Cell(4, pp=2, cp=2, ep=2, context="ulysses", micro_batches=2, dtype="bfloat16", separate_expert_units=True),
+    Cell(8, pp=2, tp=2, ep=4, micro_batches=2, remat="full", exchange="equal split"),
+    Cell(
+        8,
+        pp=2,
+        cp=2,
+        ep=2,
+        schedule="Interleaved1F1B",
+        micro_batches=2,
+        num_layers=4,
+        seq_len=13,
+        balance="batch and z loss",
+        clip=True,
+    ),
     Cell(compile="inductor", router="sigmoid"),
     Cell(2, tp=2, compile="inductor", remat="full", seq_len=13),
     Cell(2, ep=2, compile="inductor", balance="batch and z loss"),
@@ -101,11 +135,16 @@ _SPREADS: list[dict[str, int]] = [
     {"ranks": 4, "tp": 2, "ep": 2},
     {"ranks": 4, "tp": 2, "ep": 4},
     {"ranks": 4, "tp": 2, "ep": 2, "etp": 2},
+    {"ranks": 2, "cp": 2},
+    {"ranks": 2, "cp": 2, "ep": 2},
+    {"ranks": 4, "cp": 2, "ep": 2},
+    {"ranks": 4, "cp": 2, "tp": 2, "ep": 2},
 ]
 # Each value is a dict of the Cell fields that it sets.
 AXES: dict[str, list[dict[str, Any]]] = {
     "spread": _SPREADS,
     **{field: [{field: value} for value in values] for field, values in MOE_OPTIONS.items()},
+    "context": [{"context": kind} for kind in ("all_gather", "ulysses")],
     "remat": [{"remat": mode} for mode in ("none", "full", "selective")],
     "compile": [{"compile": backend} for backend in ("off", "aot_eager")],
     "separate_expert_units": [{"separate_expert_units": False}, {"separate_expert_units": True}],
@@ -153,6 +192,7 @@ def is_sensible(cell: Cell) -> bool:
         ("equal split" in cell.exchange and cell.ep == 1)
         or ("stand-in" in cell.dispatcher and cell.ep == 1)
         or (cell.separate_expert_units and cell.ranks == 1)
+        or (cell.context != Cell.context and cell.cp == 1)
         or (cell.exchange == "forced balance" and cell.seq_len != Cell().seq_len)  # forced balance sets the length
     )
     return not idle and not cell_problems(cell, TINY_MODEL)

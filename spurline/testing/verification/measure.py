@@ -67,7 +67,7 @@ def take_steps(trainer: Trainer) -> Iterator[Results]:
 
     def note_gradients(*_: Any) -> None:
         gradients.clear()
-        gradients.update(_in_full({name: p.grad for name, p in trainer.model.named_parameters()}))
+        gradients.update(_in_full({name: p.grad for name, p in trainer.model.named_parameters()}, trainer.world))
 
     trainer.optimizer.register_step_pre_hook(note_gradients)
     for step in range(1, trainer.config.training.steps + 1):
@@ -77,7 +77,7 @@ def take_steps(trainer: Trainer) -> Iterator[Results]:
             "loss": _as_tensors(losses),
             "norm": _as_tensors({"gradient": record["grad_norm"]}),
             "gradient": dict(gradients),
-            "weight": _in_full(dict(trainer.model.named_parameters())),
+            "weight": _in_full(dict(trainer.model.named_parameters()), trainer.world),
             "rows": _as_tensors(record["expert_load"]),
         }
 
@@ -106,10 +106,20 @@ def _as_tensors(numbers: dict[str, Any]) -> dict[str, Tensor]:
     return {name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()}
 
 
-def _in_full(tensors: dict[str, Tensor | None]) -> dict[str, Tensor]:
-    """A copy of each tensor, all-gathered if it is sharded; a collective call."""
+def _in_full(tensors: dict[str, Tensor | None], world: World) -> dict[str, Tensor]:
+    """A copy of each tensor, all-gathered if it is sharded, of all pipeline stages; a collective call."""
     whole = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
-    return {name: t.detach().clone() for name, t in whole.items() if t is not None}
+    own = {name: t.detach().clone() for name, t in whole.items() if t is not None}
+    if world.meshes is None or world.meshes.pp is None:
+        return own
+    of_stages: list[Any] = [None] * world.degrees.pp
+    dist.all_gather_object(of_stages, own, group=world.meshes.pp.get_group())
+    joined: dict[str, Tensor] = {}
+    for name, tensor in ((name, tensor) for of_stage in of_stages for name, tensor in of_stage.items()):
+        # Copies of a parameter on two stages must be equal, bit for bit: what differs is no number.
+        are_equal = name not in joined or torch.equal(joined[name], tensor)
+        joined[name] = tensor if are_equal else torch.full_like(tensor, math.nan)
+    return joined
 
 
 class _Sequences:

@@ -4,6 +4,7 @@ T tokens, D width, E experts.
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +42,7 @@ def use_reference(model: nn.Module, num_tokens: int) -> str:
     return "the model on one process with spurline.moe.reference in every MoE layer"
 
 
-def _forward(moe: MoE, x_BLD: Tensor, length: int | None = None) -> Tensor:
+def _forward(moe: MoE, x_BLD: Tensor, *_: Any) -> Tensor:
     """(B, L, D) -> (B, L, D), with the same balance losses and counts as the layer's own forward."""
     tensors = dict(moe.named_parameters()) | dict(moe.named_buffers())
     x_TD = x_BLD.reshape(-1, x_BLD.shape[-1])

@@ -113,7 +113,7 @@ class Verifier:
         timeout = SECONDS_FOR_A_CELL + (SECONDS_TO_COMPILE if config.compile.enable else 0)
         path = ""
         try:
-            path = self._reference_of(reference_config(config))
+            path = self._reference_of(reference_config(config, cell.micro_batches))
             by_rank = self._pool.run(_measure_cell, cell.ranks, self.package, config, path, timeout=timeout)
         except RankError as error:
             first = error.failures[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 from torch import Tensor
@@ -11,10 +11,15 @@ from torch import Tensor
 from spurline.train.checkpoint.layout import TensorLayout
 
 
-def tensor_differences(saved: Mapping[str, TensorLayout], tensors: dict[str, Tensor]) -> list[str]:
-    """One phrase for each tensor that differs between the checkpoint and the model, sorted by name."""
+def tensor_differences(
+    saved: Mapping[str, TensorLayout], tensors: dict[str, Tensor], elsewhere: Set[str] = frozenset()
+) -> list[str]:
+    """One phrase for each tensor that differs between the checkpoint and the model, sorted by name.
+
+    `elsewhere` are the tensors of the model that other ranks have alone: those of other pipeline stages.
+    """
     found = []
-    for name in sorted(tensors.keys() | {name for name in saved if name.startswith("model.")}):
+    for name in sorted(tensors.keys() | {name for name in saved if name.startswith("model.")} - elsewhere):
         bare_name = name.removeprefix("model.")
         if name not in saved:
             found.append(f"{bare_name} is not in the checkpoint")

@@ -298,11 +298,15 @@ class CheckpointManager:
         extra: dict[str, Any] = {}
         of_optimizer: dict[str, Tensor] = {}
 
+        # Of a model in pipeline stages, each rank has a part.
+        everywhere = {name for names in ranks.gather(lambda: list(tensors)) for name in names}
+
         def check() -> None:
-            self._check_model(checkpoint, tensor_differences(saved, tensors))
+            self._check_model(checkpoint, tensor_differences(saved, tensors, everywhere - tensors.keys()))
             extra.update(checkpoint.extra)
             check_extra(checkpoint.record.step, extra)
-            of_optimizer.update(empty_optimizer_tensors(saved, model) if optimizer else {})
+            elsewhere = {name.removeprefix("model.") for name in everywhere}
+            of_optimizer.update(empty_optimizer_tensors(saved, model, elsewhere) if optimizer else {})
 
         ranks.gather(check)
         state = {**tensors, **of_optimizer}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -30,13 +30,20 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
     }
 
 
-def empty_optimizer_tensors(saved: Mapping[str, TensorLayout], model: nn.Module) -> dict[str, Tensor]:
-    """Empty tensors for the saved optimizer state; a new optimizer has no state before its first step."""
+def empty_optimizer_tensors(
+    saved: Mapping[str, TensorLayout], model: nn.Module, elsewhere: Container[str] = ()
+) -> dict[str, Tensor]:
+    """Empty tensors for the saved optimizer state; a new optimizer has no state before its first step.
+
+    State of parameters that only other ranks have, `elsewhere`, is theirs to load.
+    """
     parameters = dict(model.named_parameters())
     empty = {}
     for name, entry in saved.items():
         if name.startswith("optimizer."):
             _, key, of = [*name.split(".", 2), "", ""][:3]
+            if of not in parameters and of in elsewhere:
+                continue
             if of not in parameters:
                 raise ValueError(f"the checkpoint has optimizer state {key!r} of {of!r}, which the model does not have")
             # Moments have the shape and sharding of their parameter; the step count has its own shape.

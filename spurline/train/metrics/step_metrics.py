@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
-from spurline.comm.metrics import Metric, Offered, collect_metrics, reduce_metrics
+from spurline.comm.metrics import Metric, Offered, collect_metrics, join_records, reduce_metrics
 from spurline.moe.dispatch.capacity import take_capacity_metrics
+from spurline.parallel.mesh import Meshes
 from spurline.train.metrics.tally import StepTally
 
 
@@ -25,8 +25,8 @@ class StepMetrics:
     grad_norm: Tensor
     model: nn.Module = field(repr=False)
     tally: StepTally = field(repr=False)
-    group: ProcessGroup | None
-    """The ranks that metrics are reduced over."""
+    meshes: Meshes | None
+    """The ranks that metrics are reduced over; None if there is one."""
 
     def read(self) -> dict[str, Any]:
         """Reduce all metrics over the ranks and copy them to the host: all ranks together, before the next step.
@@ -36,7 +36,12 @@ class StepMetrics:
         """
         own = {"loss": Metric(self.loss, "same"), "grad_norm": Metric(self.grad_norm, "same")}
         offered = [*(Offered(name, "", metric) for name, metric in own.items()), *collect_metrics(self.model)]
-        record = reduce_metrics([*offered, *self.tally.offered()], self.group).read()
+        meshes = self.meshes
+        # Those of a pipeline's other stages are of other modules.
+        reduced = reduce_metrics([*offered, *self.tally.offered()], None if meshes is None else meshes.stage_group)
+        record = reduced.read()
+        if meshes is not None and meshes.pp is not None:
+            record = join_records(record, reduced.reductions(), meshes.pp.get_group())
         self.tally.take(record)
         take_capacity_metrics(self.model, record)
         return {

@@ -1,7 +1,7 @@
 """Gradient clipping by the joint norm of all gradients, sharded or not."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from functools import lru_cache
 
 import torch
@@ -24,15 +24,19 @@ def clip_gradients(
     max_norm: float,
     group: ProcessGroup | None = None,
     norms_P: Tensor | None = None,
+    num_sharers: int | None = None,
+    counted_elsewhere: Container[nn.Parameter] = (),
 ) -> Tensor:
     """Scale all gradients so that their joint norm is at most `max_norm` (0: leave them), and return the norm before.
 
     Gradients that are sharded over the ranks of `group` count in full, and the norm is the same on all of them. A norm
     that isn't finite is returned, not raised: the caller decides what to do about such a step. `norms_P` are their
-    `gradient_norms`, if the caller has them already.
+    `gradient_norms`, if the caller has them already. If ranks have different parameters, as pipeline stages do,
+    num_sharers of them have the same ones; copies that other ranks count too are scaled here, but not counted.
     """
     parameters = list(parameters)
-    gradients = [p.grad for p in parameters if p.grad is not None]
+    with_gradients = [p for p in parameters if p.grad is not None]
+    gradients = [p.grad for p in with_gradients if p.grad is not None]
     if not gradients:
         return torch.zeros(())
     parts = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
@@ -41,7 +45,11 @@ def clip_gradients(
         norm = torch.linalg.vector_norm(norms)
     else:
         # A part that several ranks hold is counted by each of them.
-        holders = tuple(group.size() / _num_parts(g) for g in gradients)
+        sharers = num_sharers or group.size()
+        holders = tuple(
+            math.inf if p in counted_elsewhere else sharers / _num_parts(g)
+            for p, g in zip(with_gradients, gradients, strict=True)
+        )
         squares = (norms.square() / _on_device(holders, norms.dtype, norms.device)).sum()
         torch.distributed.all_reduce(squares, group=group)
         norm = squares.sqrt()
