@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from spurline.device import can_run_triton, has_grouped_mm_kernel
-from spurline.moe.kernels.fused import FusedKernel, complete_op
+from spurline.moe.kernels.cpu.stream import FusedKernel, complete_op
 from spurline.moe.kernels.kernel import Verdict, Work, rounds_no_operands
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
