@@ -63,7 +63,9 @@ class BadSteps:
             output.register_hook(self._look_at_input_grad)
 
     def _look_at_input_grad(self, grad: Tensor) -> None:
-        self._input_grads.append(torch.linalg.vector_norm(grad.detach(), math.inf))
+        # A rank without positions has an empty gradient, which has no largest magnitude.
+        largest = torch.linalg.vector_norm(grad.detach(), math.inf) if grad.numel() else grad.new_zeros(())
+        self._input_grads.append(largest)
 
     @torch.no_grad()
     def note(self, failed: Tensor, norms_P: Tensor) -> None:

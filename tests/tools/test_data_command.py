@@ -173,7 +173,7 @@ def test_stopped_command_leaves_neither_files_nor_workers(tmp_path, how, code):
         # Tests that were started in the background ignore Ctrl-C, and hand that on.
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "prepare.BATCH_CHARACTERS = 1  # so that a worker starts before the slow file\n"
-        f"sources._find_files = lambda data: iter([('a.txt', 'books/a.txt'), ('slow.txt', {str(fifo)!r})])\n"
+        f"sources.find_files = lambda data: iter([('a.txt', 'books/a.txt'), ('slow.txt', {str(fifo)!r})])\n"
         "if __name__ == '__main__': sys.exit(main(['data', 'prepare', 'books', '--out', 'out', '--workers', '2']))\n"
     )
     (tmp_path / "run.py").write_text(script)

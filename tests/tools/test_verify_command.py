@@ -100,7 +100,7 @@ def exclude_each_other(
         (ranks == 1 and separate_expert_units)
         or (ep == 1 and exchange in ("equal split", "adaptive equal split"))
         or (dispatcher not in (None, "all-to-all") and exchange in ("equal split", "adaptive equal split"))
-        or (dispatcher in STAND_INS and (ep == 1 or compile == "aot_eager"))
+        or (dispatcher in STAND_INS and (ep == 1 or compile == "aot_eager" or experts == "bmm"))
         or (ep == 4 and num_experts == "6 experts")
         or (experts == "bmm" and exchange not in (None, "forced balance"))
         or (experts == "bmm" and compile == "aot_eager")

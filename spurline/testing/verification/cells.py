@@ -229,11 +229,10 @@ def cell_problems(cell: Cell, model: Any) -> list[str]:
             found.append("experts_backend bmm needs forced balance, without compile")
         if moe.experts_backend == "stream" and cell.precision != "none":
             found.append(f"experts_backend stream does not round operands, as {cell.precision} does")
-        if (
-            moe.dispatcher == "hybrid_ep"
-            and cell.ep * cell.etp > 1
-            and config.training.seq_len % (cell.tp * 2 * cell.cp)
-        ):
+        if moe.experts_backend == "bmm" and not moe.can_compile:
+            found.append(f"experts_backend bmm needs equal row counts, which dispatcher {moe.dispatcher} does not know")
+        is_uneven = config.training.seq_len % (cell.tp * (2 * cell.cp if cell.cp > 1 else 1))
+        if moe.dispatcher == "hybrid_ep" and cell.ep * cell.etp > 1 and is_uneven:
             found.append("dispatcher hybrid_ep needs the same number of tokens on every rank")
     if not found:
         found = degree_problems(config.parallelism, cell.ranks, model=config.model, training=config.training)
