@@ -60,8 +60,9 @@ def _columns(weight_S: Tensor, dtype: torch.dtype) -> Tensor:
     for _ in range(_num_parts(weight_S.dtype, dtype)):
         parts.append(rest_S.to(dtype))
         rest_S = rest_S - parts[-1].to(rest_S.dtype)  # exact: a number and its rounding differ by less than both
-    num_zeros = COLUMN_BYTES // dtype.itemsize - len(parts)
-    return torch.nn.functional.pad(torch.stack(parts, dim=1), (0, num_zeros))
+    # As columns like the others: padding reads the number of rows, which a trace can't know.
+    parts += [torch.zeros_like(parts[0])] * (COLUMN_BYTES // dtype.itemsize - len(parts))
+    return torch.stack(parts, dim=1)
 
 
 def _weights(rows_RX: Tensor, width: int, dtype: torch.dtype) -> Tensor:

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from spurline.ops.functional import swiglu
 from spurline.ops.rows import gather_rows
-from spurline.ops.weighted_rows import gather_weighted_rows, split_weighted_rows
+from spurline.ops.weighted_rows import COLUMN_BYTES, gather_weighted_rows, split_weighted_rows
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 
@@ -49,6 +51,17 @@ def test_gradients_are_those_of_rows_and_weights_apart(dtype: torch.dtype) -> No
     torch.testing.assert_close(found, expected)
     twice = [torch.autograd.grad(sum(g.square().sum() for g in grads), (x_TD, weight_S)) for grads in (found, expected)]
     torch.testing.assert_close(*twice)
+
+
+def test_the_backward_pass_asks_for_no_number_that_a_trace_cannot_know() -> None:
+    """Rows that other ranks send are a symbol without a value: on fake tensors a read of it raises."""
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        num_rows = torch.zeros(9).nonzero().shape[0]
+        rows_RX = torch.empty(num_rows, 8 + COLUMN_BYTES // 2, dtype=torch.bfloat16, requires_grad=True)
+        rows_RD, weight_R = split_weighted_rows(rows_RX, 8, torch.float32)
+        grads = torch.empty(num_rows, 8, dtype=torch.bfloat16), torch.empty(num_rows)
+        (grad_RX,) = torch.autograd.grad([rows_RD, weight_R], [rows_RX], grads)
+        assert grad_RX.shape[1] == rows_RX.shape[1]
 
 
 @pytest.mark.parametrize("weighted", [False, True])
