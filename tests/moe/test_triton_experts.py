@@ -72,7 +72,7 @@ def test_refused_in_one_line(changes: dict[str, Any], why: str) -> None:
 
 
 def test_without_triton_the_line_says_what_to_install(monkeypatch) -> None:
-    monkeypatch.setattr(experts, "has_triton", lambda: False)
+    monkeypatch.setattr(experts, "HAS_TRITON", False)
     with pytest.raises(ValueError, match="needs Triton"):
         choose._choose.__wrapped__(work(), "triton")
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from spurline.moe.kernels.cpu.stream import FusedKernel, complete_op
 from spurline.moe.kernels.kernel import Verdict, Work, rounds_no_operands
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 @torch.library.custom_op("spurline::triton_experts", mutates_args=())
@@ -69,7 +69,7 @@ class TritonKernel(FusedKernel):
     op = staticmethod(triton_experts)
 
     def suits(self, work: Work) -> Verdict:
-        if not has_triton():
+        if not HAS_TRITON:
             return Verdict(0, "needs Triton (pip install 'spurline[triton]')")
         if work.experts != "swiglu":
             return Verdict(0, f"computes SwiGLU experts, not {work.experts!r} ones")
@@ -84,11 +84,6 @@ class TritonKernel(FusedKernel):
         if has_grouped_mm_kernel(work.device, work.dtype):
             return Verdict(12, "keeps less for the backward pass than grouped_mm, which is one launch here too")
         return Verdict(18, "one launch a product, rows gathered and weighed inside; counts stay on the device")
-
-
-@cache
-def has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def is_interpreted() -> bool:
