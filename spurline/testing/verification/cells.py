@@ -143,7 +143,7 @@ def run_config(cell: Cell, model: Any) -> RunConfig[Any]:
     return RunConfig(
         model=model,
         training=Training(
-            steps=NUM_STEPS,
+            steps=_num_steps(cell, model),
             seq_len=_seq_len(cell, model),
             local_batch_size=SEQUENCES_A_STEP // (cell.dp * cell.micro_batches),
             global_batch_size=SEQUENCES_A_STEP,
@@ -171,6 +171,16 @@ def run_config(cell: Cell, model: Any) -> RunConfig[Any]:
         activation_checkpoint=ActivationCheckpoint(mode=cell.remat),  # type: ignore[arg-type]
         debug=Debug(separate_expert_units=cell.separate_expert_units),
     )
+
+
+def _num_steps(cell: Cell, model: Any) -> int:
+    """Cells that round more than the reference are compared before a selection bias moves.
+
+    It moves by the sign of a row count, so a single row that rounding sends elsewhere changes it.
+    """
+    is_exact = cell.dtype == "float32" and cell.precision == "none"
+    moves_bias = getattr(getattr(model, "moe", None), "bias_update_rate", 0.0) > 0
+    return NUM_STEPS if is_exact or not moves_bias else 1
 
 
 def _seq_len(cell: Cell, model: Any) -> int:
