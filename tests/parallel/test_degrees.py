@@ -287,6 +287,25 @@ def test_ulysses_needs_as_many_heads_as_ranks() -> None:
     assert line.startswith("parallelism.context_parallel_degree 4 is more than a rank's 2 attention heads")
 
 
+def test_what_is_wrong_with_stages_schedule_heads_and_positions_is_told_at_once() -> None:
+    asked = replace(
+        degrees(pp=8, cp=16), context_parallel_kind="ulysses", pipeline_parallel_schedule="InterleavedZeroBubble"
+    )
+    training = Training(seq_len=12, local_batch_size=1, global_batch_size=2)
+    told = degree_problems(asked, 128, model=Model(MOE), training=training)
+    assert [line.partition("; nearest")[0] for line in told] == [
+        "training.seq_len 12 is shorter than parallelism.context_parallel_degree 16, whose ranks share the positions of a"
+        " sequence",
+        "parallelism.context_parallel_degree 16 is more than the model's 8 attention heads, which context_parallel_kind"
+        " ulysses shares: all_gather has no such limit",
+        "parallelism.pipeline_parallel_degree 8 makes 16 stages with pipeline_parallel_schedule InterleavedZeroBubble,"
+        " more than the model's 6 layers",
+        "parallelism.pipeline_parallel_schedule InterleavedZeroBubble of pipeline_parallel_degree 8 needs at least 8"
+        " micro-batches, as many as ranks of the pipeline; a step has 2, of training.local_batch_size 1 each",
+    ]
+    assert "; nearest that works for all of these: " in told[-1]
+
+
 @pytest.mark.parametrize(
     ("local", "total", "option"),
     [
