@@ -294,8 +294,8 @@ def test_what_is_wrong_with_stages_schedule_heads_and_positions_is_told_at_once(
     training = Training(seq_len=12, local_batch_size=1, global_batch_size=2)
     told = degree_problems(asked, 128, model=Model(MOE), training=training)
     assert [line.partition("; nearest")[0] for line in told] == [
-        "training.seq_len 12 is shorter than parallelism.context_parallel_degree 16, whose ranks share the positions of a"
-        " sequence",
+        "training.seq_len 12 is shorter than parallelism.context_parallel_degree 16, whose ranks share the positions of"
+        " a sequence",
         "parallelism.context_parallel_degree 16 is more than the model's 8 attention heads, which context_parallel_kind"
         " ulysses shares: all_gather has no such limit",
         "parallelism.pipeline_parallel_degree 8 makes 16 stages with pipeline_parallel_schedule InterleavedZeroBubble,"
