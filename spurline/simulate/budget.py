@@ -16,7 +16,7 @@ class Budget:
     host_waits_per_log: int | None = 1
     """The same when a step is logged."""
     gather_dtype_share: float | None = 0.02
-    """Share of the gathered bytes that is in another dtype than training.dtype (norms and gates are in float32)."""
+    """Share of the gathered bytes in another dtype than training.dtype, besides what the model keeps in float32."""
     kept_weight_bytes: int | None = 0
     """Bytes of weight-shaped tensors (per-use casts of parameters) that are kept for the backward pass."""
     graph_breaks: int | None = 0

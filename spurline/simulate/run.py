@@ -58,6 +58,8 @@ class Simulation:
     graphs: CompiledGraphs
     weights: set[tuple[int, ...]]
     """Shapes of parameters: whole, and this rank's part of them."""
+    float32_bytes: int
+    """Of whole parameters that the model keeps in float32 whatever it computes in: norms and gates."""
     num_moe_layers: int
     num_micro_batches: int
     """Of the step."""
@@ -118,6 +120,7 @@ def simulate_step(
         timeline=timeline,
         graphs=graphs,
         weights=recorder.weights,
+        float32_bytes=recorder.float32_bytes,
         num_moe_layers=recorder.num_moe_layers,
         num_micro_batches=num_micro_batches,
         simulated_micro_batches=simulated,
@@ -192,6 +195,8 @@ class _Simulator(Recorder):
                 self.memory.add(tensor, holder, "", start, "")
         self.weights = {tuple(shape) for p in model.parameters() for shape in (p.shape, _local_shape(p))}
         self.num_moe_layers = sum(isinstance(module, MoE) for module in model.modules())
+        exact = [module for module in model.modules() if getattr(module, "keeps_float32", False)]
+        self.float32_bytes = 4 * sum(p.numel() for module in exact for p in module.parameters(recurse=False))
         is_compiled = trainer.config.compile.enable and "model" in trainer.config.compile.parts
         self.recording = True
         with self, replaced(torch.UntypedStorage, "resize_", self._resize()):
