@@ -116,7 +116,7 @@ def layouts(config: RunConfig[Any], num_ranks: int, hardware: Hardware) -> Itera
     node = hardware.gpus_per_node
     num_experts = config.model.parallel_facts().num_experts
     tensor = sorted({given.tensor_parallel_degree, 1, 2, 4, 8} & set(range(1, node + 1)))
-    expert = {1, *(node * 2**i for i in range(-1, 5))} if num_experts else {1}
+    expert = {1, *(node * 2**i // 2 for i in range(6))} - {0} if num_experts else {1}
     for tp in tensor:
         for ep in sorted({given.expert_parallel_degree, *expert}):
             changed = replace(
