@@ -9,7 +9,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help train quick test test-slow verify soak soak-runs lint types unit format release clean
+.PHONY: help train quick test test-slow verify soak soak-runs lint types unit format docs release clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -56,6 +56,9 @@ soak-runs: $(READY)  ## 200 complete runs on 2 ranks in a row, none of which may
 format: $(READY)  ## fix lint and formatting, like pre-commit
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(READY)  ## build the documentation site into site/, and fail on any broken link
+	$(BIN)/mkdocs build --strict
 
 release: $(READY)  ## build a wheel and an sdist, check them, and install the wheel in a clean environment
 	rm -rf dist .venv-release
