@@ -1,4 +1,4 @@
-"""Run a notebook's cells, one after the other, in this process: `python tests/notebook.py FILE` fills in its outputs."""
+"""Run a notebook's cells in this process, one after the other: `python tests/notebook.py FILE` fills in its outputs."""
 
 from __future__ import annotations
 

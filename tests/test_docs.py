@@ -1,52 +1,196 @@
-"""The commands and the code in the README do what it says."""
+"""The commands and the code in the README and in docs/ do what the pages say, and the site is whole."""
 
+import json
 import re
 import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from unittest import mock
 
 import pytest
+from _pytest.mark import ParameterSet
+from doc_blocks import PAGES, ROOT, blocks_of
+from notebook import run_cells
 
 from spurline.cli import main
+from spurline.moe import registry
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+# Those that take seconds; all others are run by `make test-slow`.
+QUICK = ("README.md", "docs/index.md", "docs/data.md")
+SMALL = {
+    "--training.steps": "2",
+    "--training.local_batch_size": "1",
+    "--training.seq_len": "32",
+    "--metrics.sample_tokens": "4",
+    "--metrics.validation_batches": "1",
+}
+TRAINS = ("train", "lr-find")
+DEBUG = "train --module deepseek_v3 --config deepseek_v3_debugmodel"
+QWEN = "train --module qwen3 --config qwen3_debugmodel"
+# What a reader of a page has already, by the commands that make it.
+HAS = {
+    "docs/finetuning.md": [f"{QWEN}_moe --checkpoint.enable --job.dump_folder made", "convert to-hf made Qwen3-0.6B"],
+    "docs/lora.md": [f"{QWEN}_moe --checkpoint.enable --job.dump_folder made", "convert to-hf made Qwen3-30B-A3B"],
+    "docs/models.md": [f"{QWEN} --checkpoint.enable --job.dump_folder outputs/dense"],
+    "docs/optimizers.md": [f"{QWEN}_moe --checkpoint.enable --job.dump_folder outputs/qwen"],
+    "docs/report.md": [f"{DEBUG} --job.dump_folder outputs/{name}" for name in ("my_run", "a", "b")],
+    "docs/routing.md": [f"{DEBUG} --checkpoint.enable --job.dump_folder outputs/my_run"],
+}
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
 
 
-def commands() -> list[str]:
-    lines = [line.split("  #")[0].strip() for block in blocks("bash") for line in block.splitlines()]
-    return [line for line in lines if line.startswith("spurline ")]
+def pages_with(language: str) -> list[ParameterSet]:
+    """The pages with such blocks to run, as parameters of a test."""
+    pages = [p for p in PAGES if any(b.language == language and b.kind == "run" for b in blocks_of(p))]
+    slow = {name_of(p): [pytest.mark.slow] for p in pages if language == "bash" and name_of(p) not in QUICK}
+    return [pytest.param(p, id=name_of(p), marks=slow.get(name_of(p), [])) for p in pages]
 
 
-def test_the_python_blocks_run_one_after_the_other(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def _registered() -> Iterator[None]:
+    """What examples register is forgotten."""
+    with ExitStack() as stack:
+        for known in (registry.ROUTERS, registry.KERNELS, registry.DISPATCHERS):
+            stack.enter_context(mock.patch.dict(known))
+        yield
+
+
+def test_every_command_is_run_or_says_why_not() -> None:
+    blocks = [block for page in PAGES for block in blocks_of(page)]
+    shown = [block for block in blocks if block.has_commands or block.language == "python"]
+    assert len(shown) > 60
+    unknown = [b.place for b in shown if b.mark and b.kind == "run"]
+    assert not unknown, (
+        f"a comment in front of a block that is none of `not run: WHY`, `run by TEST`, `file: NAME`: {unknown}"
+    )
+    not_run = [b.place for b in shown if b.kind == "run" and b.language not in ("bash", "console", "python")]
+    assert not not_run, f"commands in a block of another language, without a mark: {not_run}"
+    others = [
+        b.place
+        for b in shown
+        if b.kind == "run" and b.language == "bash"
+        for c in b.commands()
+        if program(c)[:1] != ["spurline"]
+    ]
+    assert not others, f"commands that only a mark can explain: {others}"
+    assert not [b.place for b in shown if b.kind == "not run" and len(b.reason) < 10]
+
+
+def test_tests_that_pages_name_exist() -> None:
+    for block in (block for page in PAGES for block in blocks_of(page) if block.kind == "run by"):
+        path, _, name = block.reason.partition("::")
+        assert (ROOT / path).is_file(), block.place
+        assert not name or f"def {name}(" in (ROOT / path).read_text(), block.place
+
+
+def program(command: list[str]) -> list[str]:
+    """A command without the variables in front of it."""
+    return command[next((i for i, word in enumerate(command) if not re.match(r"[A-Z_]+=", word)), 0) :]
+
+
+def run(command: list[str], place: str) -> None:
+    """A command, in this process; those that train take two steps of a small batch on a small text."""
+    arguments = command[1:]
+    if arguments[0] in TRAINS and not {"--help", "--dry-run"} & set(arguments):
+        given = {"--training.steps"} if arguments[0] == "lr-find" else set()
+        arguments += [word for name, value in SMALL.items() if name not in given for word in (name, value)]
+        if not {"--data.path", "--config-file"} & set(arguments):
+            arguments += ["--data.path", "books"]
+    try:
+        code = main(arguments)
+    except SystemExit as exit:  # what --help does
+        code = exit.code
+    assert code == 0, f"{place}: {' '.join(command)}"
+
+
+@pytest.mark.parametrize("page", pages_with("bash"))
+def test_commands_run_one_after_the_other(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder of their own, with what the page says that is there."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(ROOT / "examples/my_moe_pack"))
+    shutil.copy(ROOT / "README.md", tmp_path)
+    for folder in ("books", "my_text"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.txt").write_text("All work and no play makes a dull model. " * 100)
+    (tmp_path / "code.jsonl").write_text(json.dumps({"content": "def train(self):\n" * 100}) + "\n")
+    for line in HAS.get(name_of(page), []):
+        run(["spurline", *line.split()], "before the page")
+    for block in blocks_of(page):
+        if block.language == "bash" and block.kind == "run":
+            for command in block.commands():
+                run(program(command), block.place)
+
+
+@pytest.mark.parametrize("page", pages_with("console"))
+def test_output_shown_is_that_of_the_command(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A block of `console` is a command behind a $, and what it prints; lines may be broken in other places."""
+    for block in blocks_of(page):
+        if block.language == "console" and block.kind == "run":
+            command, expected = re.fullmatch(r"\$ spurline (.*?[^\\])\n(.*)", block.text, re.DOTALL).groups()
+            main(shlex.split(command.replace("\\\n", " ")))
+            printed = capsys.readouterr()
+            assert (printed.out + printed.err).split() == expected.split(), block.place
+
+
+@pytest.mark.parametrize("page", [page for page in pages_with("python") if page.id != "README.md"])
+@pytest.mark.usefixtures("_registered")
+def test_python_blocks_run_one_after_the_other(page: Path) -> None:
     namespace: dict[str, object] = {}
-    assert len(blocks("python")) >= 3
-    for block in blocks("python"):
-        exec(block, namespace)
+    for block in blocks_of(page):
+        if block.language == "python" and block.kind == "run":
+            exec(compile(block.text, block.place, "exec"), namespace)
+
+
+def test_the_example_of_the_readme_equals_the_reference(capsys: pytest.CaptureFixture[str]) -> None:
+    namespace: dict[str, object] = {}
+    with mock.patch.dict(registry.KERNELS):
+        for block in blocks_of(ROOT / "README.md"):
+            if block.language == "python" and block.kind == "run":
+                exec(block.text, namespace)
     errors = eval(capsys.readouterr().out)
     assert max(errors.values()) < 1e-5
 
 
-def test_the_commands_run_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a folder of their own; those that train, with two steps of a small batch."""
+@pytest.mark.slow
+def test_the_script_of_the_page_about_judging_runs(tmp_path: Path) -> None:
+    (block,) = (block for block in blocks_of(ROOT / "docs/judge.md") if block.kind == "file")
+    (tmp_path / block.reason).write_text(block.text)
+    done = subprocess.run([sys.executable, block.reason], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 2
+
+
+def test_the_tutorial_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "README.md").write_text(README)
-    small = ["--training.steps", "2", "--training.local_batch_size", "1", "--training.seq_len", "32"]
-    small += ["--metrics.sample_tokens", "4", "--metrics.validation_batches", "1"]
-    assert len(commands()) > 10
-    for command in commands():
-        arguments = shlex.split(command)[1:]
-        if arguments[0] == "train" and not {"--help", "--dry-run"} & set(arguments):
-            arguments += small
-        try:
-            code = main(arguments)
-        except SystemExit as exit:  # what --help does
-            code = exit.code
-        assert code == 0, command
+    notebook = json.loads((ROOT / "docs/tutorial.ipynb").read_text())
+    shown = [bool(cell.get("outputs")) for cell in notebook["cells"]]
+    run_cells(notebook)
+    assert shown == [bool(cell.get("outputs")) for cell in notebook["cells"]], (
+        "run tests/notebook.py docs/tutorial.ipynb"
+    )
 
 
-def test_files_named_in_the_readme_exist() -> None:
-    for path in re.findall(r"\]\(([^)#:]+)\)", README):
-        assert (Path(__file__).parent.parent / path).exists(), path
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"])
+def test_files_that_pages_link_to_exist(page: str) -> None:
+    for path in re.findall(r"(?:\]\(|src=\")([^)#:\"]+)", (ROOT / page).read_text()):
+        assert (ROOT / path).exists(), path
+
+
+def test_the_site_is_whole(tmp_path: Path) -> None:
+    """Every page is reachable, and every link and anchor leads somewhere."""
+    pytest.importorskip("mkdocstrings")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    pages = {path.name: path.read_text() for path in (tmp_path / "site").glob("*.html")}
+    assert "parallelize_moe" in pages["api.html"]
+    for name, text in pages.items():
+        loaded = re.findall(r"<(?:script|link|img)[^>]*(?:src|href)=\"?(https?:[^\"\s>]+)", text)
+        assert not loaded, f"{name} loads {loaded}"

@@ -62,8 +62,9 @@ class SharedExperts(Adaptable):
 class MoE(nn.Module):
     """A mixture-of-experts feed-forward layer, (..., D) -> (..., D).
 
-    >>> moe = MoE(MoEConfig(dim=512, hidden_dim=256, num_experts=16, top_k=2), device="cpu", dtype=torch.float32)
-    >>> y = moe(x)
+    Examples:
+        >>> moe = MoE(MoEConfig(dim=512, hidden_dim=256, num_experts=16, top_k=2), device="cpu", dtype=torch.float32)
+        >>> y = moe(x)
 
     A 3-D input is read as (B, L, D): the sequence-level balance loss is taken over each of the B rows. Balance losses
     reach the gradients by themselves; `spurline.moe.update_expert_bias(model)` after each optimizer step moves the

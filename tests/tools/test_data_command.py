@@ -1,7 +1,5 @@
 import json
 import os
-import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -203,18 +201,3 @@ def test_help_and_errors_leave_torch_alone(tmp_path):
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
-
-
-def test_the_commands_of_the_page_about_data_run(spurline, tmp_path):
-    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
-    blocks = re.findall(r"^```bash\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    commands = [shlex.split(line)[1:] for block in blocks for line in block.replace("\\\n", "").splitlines()]
-    assert len(commands) == 6
-    (tmp_path / "books").mkdir()
-    (tmp_path / "books" / "a.txt").write_text("All work and no play makes a dull model. " * 100)
-    (tmp_path / "code.jsonl").write_text(json.dumps({"content": "def train(self):\n" * 100}) + "\n")
-    small = ["--training.steps", "1", "--training.local_batch_size", "1", "--training.seq_len", "32"]
-    small += ["--metrics.sample_tokens", "0", "--metrics.validation_batches", "0"]
-    for command in commands:
-        outcome = spurline(*command, *(small if command[0] == "train" else []))
-        assert outcome.code == 0, (command, outcome)
