@@ -8,18 +8,20 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-import numpy as np
-
 from spurline.report.charts import draw_curves, draw_heat, draw_time
 from spurline.report.read import Record, Run
+from spurline.report.summary import numbers, summary
 from spurline.report.thin import stretches
 from spurline.version import __version__
 
 WARNINGS, SAMPLES, SAMPLE_LETTERS = 30, 12, 2000  # the most of each that are shown
 
 
-def make_page(runs: list[Run]) -> str:
-    """One HTML file about the runs, with everything it needs inside."""
+def make_page(runs: list[Run], version: str = "") -> str:
+    """One HTML file about the runs, with everything it needs inside.
+
+    A page with a version asks the server it came from for newer ones (`report/serve.py`).
+    """
     charts, heat = draw_curves(runs), draw_heat(runs)
     times = [(run, time) for run in runs if (time := draw_time(run))]
     data = {
@@ -32,7 +34,7 @@ def make_page(runs: list[Run]) -> str:
     own = files("spurline.report")
     parts = [
         f"<header><h1>{title}</h1>",
-        *(f'<p class="soft">{escape(line)}</p>' for line in _about(runs)),
+        *_about(runs),
         "</header>",
         _facts(runs[0]) if len(runs) == 1 else _comparison(runs),
         _warnings(runs),
@@ -48,6 +50,7 @@ def make_page(runs: list[Run]) -> str:
         f"<footer>Written by Spurline {__version__} from metrics.jsonl and config.json of the run"
         f"{'s' if len(runs) > 1 else ''}.</footer>",
     ]
+    scripts = ["script.js", *(["follow.js"] if version else [])]
     # In a script, only the end of the script needs care.
     embedded = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     return "\n".join(
@@ -55,90 +58,44 @@ def make_page(runs: list[Run]) -> str:
             '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             '<link rel="icon" href="data:,">',
+            *([f'<meta name="version" content="{escape(version)}">'] if version else []),
             f"<title>{title} · Spurline</title>",
             f"<style>\n{own.joinpath('style.css').read_text(encoding='utf-8')}</style>\n</head>\n<body>",
             *filter(None, parts),
             "<noscript><p>The charts are drawn by a script in this page, and scripts are switched off.</p></noscript>",
             f'<script type="application/json" id="data">{embedded}</script>',
-            f"<script>\n{own.joinpath('script.js').read_text(encoding='utf-8')}</script>\n</body>\n</html>\n",
+            *(f"<script>\n{own.joinpath(name).read_text(encoding='utf-8')}</script>" for name in scripts),
+            "</body>\n</html>\n",
         ]
     )
 
 
 def _about(runs: list[Run]) -> Iterator[str]:
+    """A line for each run: its name among several, its model, and how it stands."""
     for run in runs:
-        names = [run.config.get(key) for key in ("module", "config")]
-        known = ", ".join(str(name) for name in names if name)
-        last, total = run.records[-1]["step"], run.total_steps
-        progress = f"{last:,} steps" if total in (None, last) else f"step {last:,} of {total:,}"
-        yield " · ".join(filter(None, [run.name if len(runs) > 1 else "", known, progress]))
-
-
-def _values(run: Run, name: str) -> list[float]:
-    return [record[name] for record in run.records if isinstance(record.get(name), int | float)]
-
-
-def _numbers(run: Run) -> dict[str, tuple[str, str]]:
-    """What the run came to, by name: a number, and what it is about."""
-    found: dict[str, tuple[str, str]] = {}
-    if losses := _values(run, "loss"):
-        found["Loss"] = (f"{losses[-1]:.3f}", "at the end")
-    if validation := [r for r in run.records if isinstance(r.get("validation_loss"), int | float)]:
-        best = min(validation, key=lambda record: record["validation_loss"])
-        found["Validation loss"] = (f"{best['validation_loss']:.3f}", f"best, step {best['step']:,}")
-    if tokens := _values(run, "tokens_seen"):
-        found["Tokens"] = (short(tokens[-1]), "seen")
-    if rates := _values(run, "tokens_per_second"):
-        found["Throughput"] = (short(sorted(rates)[len(rates) // 2]), "tokens/s, median")
-    if times := _values(run, "step_time"):
-        found["Step"] = (f"{short(1000 * sorted(times)[len(times) // 2])} ms", "median")
-    if waits := _values(run, "data_wait"):
-        found["Data wait"] = (f"{sum(waits) / max(sum(times), 1e-9):.1%}", "of the time")
-    if shares := _values(run, "mfu"):
-        found["Use of the device"] = (f"{sorted(shares)[len(shares) // 2]:.1%}", "of its peak, median")
-    if memory := _values(run, "peak_memory_bytes"):
-        found["Memory"] = (f"{max(memory) / 1e9:.2f} GB", "peak")
-    if loads := run.records[-1].get("expert_load"):
-        dead = sum(len(rows) - int(np.count_nonzero(rows)) for rows in loads.values())
-        found["Idle experts"] = (f"{dead}", f"of {sum(map(len, loads.values()))}, last step")
-    if (dropped := _dropped_rows(run)) is not None:
-        found["Dropped rows"] = (short(dropped), "beyond the capacity of experts")
-    return found
-
-
-def _dropped_rows(run: Run) -> float | None:
-    """Those of all layers and lines; None where no layer has a fixed capacity."""
-    by_layer = [record["capacity"] for record in run.records if isinstance(record.get("capacity"), dict)]
-    layers = [layer for layers in by_layer for layer in layers.values() if isinstance(layer, dict)]
-    numbers = [layer["dropped_rows"] for layer in layers if isinstance(layer.get("dropped_rows"), int | float)]
-    return sum(numbers) if numbers else None
-
-
-def short(value: float) -> str:
-    """1.23M: three digits and a unit."""
-    for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if value >= limit:
-            return f"{value / (1e3 if unit == 'k' else limit):.3g}{unit}"
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+        known = ", ".join(str(name) for key in ("module", "config") if (name := run.config.get(key)))
+        if about := " · ".join(filter(None, [run.name if len(runs) > 1 else "", known])):
+            yield f'<p class="soft">{escape(about)}</p>'
+        yield summary(run)
 
 
 def _facts(run: Run) -> str:
     facts = [
         f"<div><dt>{name}</dt><dd>{number} <small>{about}</small></dd></div>"
-        for name, (number, about) in _numbers(run).items()
+        for name, (number, about) in numbers(run).items()
     ]
     return f'<dl class="facts">{"".join(facts)}</dl>'
 
 
 def _comparison(runs: list[Run]) -> str:
-    numbers = [_numbers(run) for run in runs]
-    about = {name: what.partition(",")[0] for of_run in numbers for name, (_, what) in of_run.items()}
+    by_run = [numbers(run) for run in runs]
+    about = {name: what.partition(",")[0] for of_run in by_run for name, (_, what) in of_run.items()}
     head = "".join(f'<th class="number">{name}<br>{what}</th>' for name, what in about.items())
     rows = [
         f'<tr><td><span class="run{i % 8}">●</span> {escape(run.name)}</td>'
         + "".join(f'<td class="number">{of_run.get(name, ("–",))[0]}</td>' for name in about)
         + "</tr>"
-        for i, (run, of_run) in enumerate(zip(runs, numbers, strict=True))
+        for i, (run, of_run) in enumerate(zip(runs, by_run, strict=True))
     ]
     return f'<div class="scroll" style="margin-top: 24px"><table><tr><th></th>{head}</tr>{"".join(rows)}</table></div>'
 

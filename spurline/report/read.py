@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from spurline.train.folder_lock import is_owned
 from spurline.train.metrics.expert_load_file import EXPERT_LOAD_FILE, ExpertLoads
 from spurline.untrusted import lines, open_regular, parse_json, read_json, reason
 
@@ -25,6 +26,10 @@ class Run:
     """config.json, or nothing."""
     samples: list[Record]
     """Lines with `step` and `text`."""
+    is_running: bool = False
+    """Whether a process is training it."""
+    changed: float = 0.0
+    """When the last line of metrics was written, in seconds since 1970; 0 if that is not known."""
 
     @property
     def total_steps(self) -> int | None:
@@ -32,6 +37,15 @@ class Run:
         training = self.config.get("training")
         steps = training.get("steps") if isinstance(training, dict) else None
         return steps if type(steps) is int and 0 <= steps < 2**53 else None
+
+    @property
+    def state(self) -> str:
+        """running, finished, or stopped before its last step; empty if nobody can tell."""
+        if self.is_running:
+            return "running"
+        if self.total_steps is None:
+            return ""
+        return "finished" if self.records[-1]["step"] >= self.total_steps else "stopped"
 
 
 def read_runs(folders: list[str]) -> list[Run]:
@@ -70,7 +84,14 @@ def read_run(folder: Path, name: str) -> Run:
         if type(sample.get("step")) is not int or type(sample.get("text")) is not str:
             raise ValueError(f"{where}: a sample needs its step and text")
         samples.append({"step": sample["step"], "text": sample["text"]})
-    return Run(name, [by_step[step] for step in sorted(by_step)], _read_config(folder / "config.json"), samples)
+    return Run(
+        name,
+        [by_step[step] for step in sorted(by_step)],
+        _read_config(folder / "config.json"),
+        samples,
+        is_owned(folder),
+        metrics.stat().st_mtime,
+    )
 
 
 def cleaned(record: Record) -> Record:

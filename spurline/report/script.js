@@ -1,11 +1,9 @@
 "use strict";
 // Draws the charts of the page from the data in it. Colours and type are the style sheet's.
 
-const page = JSON.parse(document.getElementById("data").textContent);
-const smooth = document.getElementById("smooth");
-const logarithmic = document.getElementById("log");
-const hidden = new Set();  // runs that are not shown
-const draws = [];          // one function a chart, to draw it again
+let page, smooth, logarithmic;  // the data, and the two boxes that change how it is drawn
+const hidden = new Set();       // runs that are not shown
+let draws = [];                 // one function a chart, to draw it again
 
 function make(parent, name, attributes = {}, text = "") {
   const svg = parent instanceof SVGElement || name === "svg";
@@ -272,18 +270,27 @@ function connect(selector, data, draw) {
   document.querySelectorAll(selector).forEach((plot, i) => draws.push(() => draw(plot, data[i])));
 }
 const redraw = () => draws.forEach((draw) => draw());
-connect(".plot.curves", page.charts, drawCurves);
-connect(".plot.stack", page.times, drawStack);
-connect(".plot.heat", page.heat, drawHeat);
-redraw();
 
-smooth.onchange = logarithmic.onchange = redraw;
-document.querySelectorAll("input[data-run]").forEach((box) => {
-  box.onchange = () => {
-    if (box.checked) hidden.delete(Number(box.dataset.run)); else hidden.add(Number(box.dataset.run));
-    redraw();
-  };
-});
+// Draws what is in the page, at first and whenever it has been replaced.
+function start() {
+  page = JSON.parse(document.getElementById("data").textContent);
+  smooth = document.getElementById("smooth");
+  logarithmic = document.getElementById("log");
+  draws = [];
+  connect(".plot.curves", page.charts, drawCurves);
+  connect(".plot.stack", page.times, drawStack);
+  connect(".plot.heat", page.heat, drawHeat);
+  smooth.onchange = logarithmic.onchange = redraw;
+  document.querySelectorAll("input[data-run]").forEach((box) => {
+    box.onchange = () => {
+      if (box.checked) hidden.delete(Number(box.dataset.run)); else hidden.add(Number(box.dataset.run));
+      redraw();
+    };
+  });
+  redraw();
+}
+start();
+
 let width = document.body.clientWidth;
 addEventListener("resize", () => {
   if (document.body.clientWidth !== width) { width = document.body.clientWidth; redraw(); }

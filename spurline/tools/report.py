@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
+
+import tyro
 
 from spurline.files import write_file
 from spurline.tools.console import complain
@@ -20,14 +23,20 @@ single self-contained file.
 examples
   spurline report outputs/my_run                        writes outputs/my_run/report.html
   spurline report outputs/a outputs/b --out compare.html
+  spurline report outputs/my_run --serve                shows it in a browser, and follows the run
 
-A report can be written while a run is training."""
+A report can be written while a run is training. With --serve nothing is written: the page is
+served on this machine alone (127.0.0.1), and updates itself."""
 
 
 @dataclass(frozen=True)
 class Command:
     out: Annotated[str, described("FILE")] = ""
     """Output file (default: report.html in the folder of the first run)."""
+    serve: Annotated[bool, tyro.conf.FlagCreatePairsOff, described()] = False
+    """Serve the page to a browser on this machine, and keep it up to date while runs are training; Ctrl-C ends it."""
+    port: Annotated[int, described("N")] = 8765
+    """With --serve: port to listen on (0: any that is free)."""
 
 
 def main(argv: list[str]) -> int:
@@ -35,8 +44,16 @@ def main(argv: list[str]) -> int:
     command, problems = parse(Command, Command(), options, f"{PROG} RUN [RUN2 ...]", DESCRIPTION)
     if not folders:
         problems.append("RUN is missing: give a run folder, as in spurline report outputs/my_run")
+    if command.serve and command.out:
+        problems.append("--out writes a file and --serve does not: give one of the two")
+    if not 0 <= command.port < 65_536:
+        problems.append(f"--port must be between 0 and 65535, got {command.port}")
+    if command.serve:
+        problems += [f"{folder}: there is no such run folder" for folder in folders if not Path(folder).is_dir()]
     if problems:
         return complain(PROG, problems)
+    if command.serve:
+        return _serve(folders, command.port)
     try:
         path = write_report(folders, command.out)
     except ValueError as error:
@@ -44,6 +61,21 @@ def main(argv: list[str]) -> int:
     except OSError as error:
         return complain(PROG, [f"{error.filename or folders[0]}: {error.strerror or error}"])
     print(f"report: {path}")
+    return 0
+
+
+def _serve(folders: list[str], port: int) -> int:
+    from spurline.report.serve import ReportServer
+
+    try:
+        server = ReportServer(folders, port)
+    except OSError as error:
+        reason = error.strerror or error
+        return complain(PROG, [f"--port {port} can't be used ({reason}): give another one, or 0 for any that is free"])
+    with server:
+        print(f"report: {server.address} (on this machine only; Ctrl-C ends it)", flush=True)
+        with suppress(KeyboardInterrupt):
+            server.serve_forever()
     return 0
 
 

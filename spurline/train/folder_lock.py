@@ -19,6 +19,7 @@ from typing import IO, Any
 
 from spurline.train.exit_codes import FolderInUseError
 from spurline.train.processes import Process
+from spurline.untrusted import open_regular
 
 BEAT_SECONDS = 20.0
 STALE_SECONDS = 180.0
@@ -91,6 +92,19 @@ class FolderLock:
             return probe.stat().st_mtime - self.path.stat().st_mtime
         finally:
             probe.unlink(missing_ok=True)
+
+
+def is_owned(folder: str | os.PathLike[str]) -> bool:
+    """Whether a run is going on in a folder, as far as a reader can tell; writes nothing."""
+    path = Path(folder) / "run.lock"
+    try:
+        with open_regular(path) as file:
+            owner, _ = _parse(file.read(10_000).decode("utf-8", "replace"))
+        if owner is None:
+            return False
+        return bool(owner.state()) if owner.is_local else time.time() - path.stat().st_mtime <= STALE_SECONDS
+    except OSError:
+        return False
 
 
 def _parse(content: str) -> tuple[Process | None, str]:

@@ -7,25 +7,13 @@ import subprocess
 from html.parser import HTMLParser
 
 import pytest
+from browser import CHROMIUM, QUIET
 from made_up_runs import make_run
 
 from spurline.tools.report import write_report
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
 
-QUIET = [
-    "--headless",
-    "--no-sandbox",
-    "--no-first-run",
-    "--disable-gpu",
-    "--disable-quic",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--virtual-time-budget=5000",
-    "--dump-dom",
-]
 # Puts what `act` returns, or the error it ends in, into the page for the test to read.
 DRIVER = """<script>
 const found = document.createElement("script");
@@ -47,7 +35,8 @@ def open_page(path, tmp_path, act="", width=1400, options=()):
     driven = tmp_path / "driven.html"
     driven.write_text(page)
     profile = tmp_path / "profile"
-    command = [CHROMIUM, *QUIET, f"--user-data-dir={profile}", f"--window-size={width},900", *options, driven.as_uri()]
+    how = ["--virtual-time-budget=5000", "--dump-dom", *options]
+    command = [CHROMIUM, *QUIET, *how, f"--user-data-dir={profile}", f"--window-size={width},900", driven.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     shutil.rmtree(profile, ignore_errors=True)

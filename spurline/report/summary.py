@@ -1,0 +1,102 @@
+"""What a run came to, in a few numbers: the line a report opens with, and the numbers below it. Free of torch."""
+
+from __future__ import annotations
+
+from datetime import datetime, timezone
+from html import escape
+
+import numpy as np
+
+from spurline.report.read import Record, Run
+
+LATELY = 20  # lines of metrics whose median is the speed of a run now
+
+
+def summary(run: Run) -> str:
+    """State, step, loss, speed, and when the last line of metrics was written, as a paragraph of HTML."""
+    state = run.state
+    parts = [
+        f'<b class="state {state}">{state}</b>' if state else "",
+        f'<span class="step">{_progress(run)}</span>',
+        *map(escape, _now(run)),
+        _when(run),
+    ]
+    return f'<p class="summary">{" · ".join(filter(None, parts))}</p>'
+
+
+def _progress(run: Run) -> str:
+    last, total = run.records[-1]["step"], run.total_steps
+    steps = f"{last:,} step{'s' if last != 1 else ''}"
+    return steps if total in (None, last) else f"step {last:,} of {total:,}"
+
+
+def _now(run: Run) -> list[str]:
+    """Loss, bits per byte and speed at the end of what was written so far."""
+    found = []
+    if losses := values(run, "loss"):
+        found.append(f"loss {losses[-1]:.3f}")
+    if bits := values(run, "bits_per_byte"):
+        found.append(f"{bits[-1]:.3f} bits per byte")
+    if rates := values(run, "tokens_per_second")[-LATELY:]:
+        found.append(f"{short(_median(rates))} tokens/s")
+    return found
+
+
+def _when(run: Run) -> str:
+    if not run.changed:
+        return ""
+    moment = datetime.fromtimestamp(run.changed, timezone.utc)
+    return f'<time datetime="{moment:%Y-%m-%dT%H:%M:%SZ}">{moment:%Y-%m-%d %H:%M} UTC</time>'
+
+
+def values(run: Run, name: str) -> list[float]:
+    return [record[name] for record in run.records if isinstance(record.get(name), int | float)]
+
+
+def numbers(run: Run) -> dict[str, tuple[str, str]]:
+    """What the run came to, by name: a number, and what it is about."""
+    found: dict[str, tuple[str, str]] = {}
+    if losses := values(run, "loss"):
+        found["Loss"] = (f"{losses[-1]:.3f}", "at the end")
+    for name, title in (("validation_loss", "Validation loss"), ("bits_per_byte", "Bits per byte")):
+        if known := [record for record in run.records if isinstance(record.get(name), int | float)]:
+            best = min(known, key=lambda record: record[name])
+            found[title] = (f"{best[name]:.3f}", f"best, step {best['step']:,}")
+    if tokens := values(run, "tokens_seen"):
+        found["Tokens"] = (short(tokens[-1]), "seen")
+    if rates := values(run, "tokens_per_second"):
+        found["Throughput"] = (short(_median(rates)), "tokens/s, median")
+    if times := values(run, "step_time"):
+        found["Step"] = (f"{short(1000 * _median(times))} ms", "median")
+    if waits := values(run, "data_wait"):
+        found["Data wait"] = (f"{sum(waits) / max(sum(times), 1e-9):.1%}", "of the time")
+    if shares := values(run, "mfu"):
+        found["Use of the device"] = (f"{_median(shares):.1%}", "of its peak, median")
+    if memory := values(run, "peak_memory_bytes"):
+        found["Memory"] = (f"{max(memory) / 1e9:.2f} GB", "peak")
+    if loads := run.records[-1].get("expert_load"):
+        dead = sum(len(rows) - int(np.count_nonzero(rows)) for rows in loads.values())
+        found["Idle experts"] = (f"{dead}", f"of {sum(map(len, loads.values()))}, last step")
+    if (dropped := _dropped_rows(run)) is not None:
+        found["Dropped rows"] = (short(dropped), "beyond the capacity of experts")
+    return found
+
+
+def _median(known: list[float]) -> float:
+    return sorted(known)[len(known) // 2]
+
+
+def _dropped_rows(run: Run) -> float | None:
+    """Those of all layers and lines; None where no layer has a fixed capacity."""
+    by_layer = [record["capacity"] for record in run.records if isinstance(record.get("capacity"), dict)]
+    layers: list[Record] = [layer for layers in by_layer for layer in layers.values() if isinstance(layer, dict)]
+    found = [layer["dropped_rows"] for layer in layers if isinstance(layer.get("dropped_rows"), int | float)]
+    return sum(found) if found else None
+
+
+def short(value: float) -> str:
+    """1.23M: three digits and a unit."""
+    for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if value >= limit:
+            return f"{value / (1e3 if unit == 'k' else limit):.3g}{unit}"
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
