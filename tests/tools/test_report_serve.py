@@ -30,9 +30,11 @@ def serving(*folders: Path) -> Iterator[ReportServer]:
     with ReportServer([str(folder) for folder in folders], port=0) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
-        yield server
-        server.shutdown()
-        thread.join()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def ask(server: ReportServer, path: str, host: str | None = None, method: str = "GET") -> tuple[int, str]:
