@@ -14,6 +14,7 @@ FLOORS = [
     ["spurline.cli"],
     ["spurline.tools"],
     ["spurline.bench"],
+    ["spurline.launch"],
     ["spurline.testing"],
     ["spurline.simulate"],
     ["spurline.hf.peft", "spurline.hf.upcycling"],

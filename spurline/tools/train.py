@@ -17,7 +17,7 @@ from spurline.parallel.stages import cut_layers, num_stages
 from spurline.tools.console import complain, gib, human, human_flops
 from spurline.tools.options import PROG, resolve
 from spurline.train.exit_codes import ExitCode, exit_code_of
-from spurline.train.launcher import die_with_launcher, end_process, is_launched, record_error
+from spurline.train.launcher import adopt_attempt, die_with_launcher, end_process, is_launched, record_error
 
 
 def main(argv: list[str]) -> int:
@@ -35,6 +35,7 @@ def main(argv: list[str]) -> int:
         print(describe_memory(run_config, world_size))
         return 0
 
+    adopt_attempt()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for characters that the terminal can't encode
     if not is_launched():

@@ -12,6 +12,8 @@ import sys
 import time
 from typing import NoReturn
 
+ATTEMPT_VARIABLE = "SPURLINE_ATTEMPT"
+"""Which attempt of a job the ranks are, as all nodes count; set by `spurline launch`."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -23,6 +25,12 @@ def is_launched() -> bool:
 def restart_count() -> int:
     """How often torchrun has restarted the ranks before this process."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def adopt_attempt() -> None:
+    """Count attempts as the whole job does: torchrun's own count begins anew on a node that was replaced."""
+    if ATTEMPT_VARIABLE in os.environ:
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = os.environ[ATTEMPT_VARIABLE]
 
 
 def die_with_launcher() -> None:

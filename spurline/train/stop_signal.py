@@ -7,6 +7,8 @@ import threading
 from types import FrameType
 from typing import Any
 
+from spurline.train.launcher import is_launched
+
 # SIGTERM: schedulers and torchrun. SIGINT: Ctrl-C. SIGHUP: a closed terminal. SIGUSR1: notices of preemption.
 _NAMES = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
 STOP_SIGNALS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))
@@ -15,7 +17,9 @@ STOP_SIGNALS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal,
 class StopSignal:
     """Within this context, the first of these signals is only noted; a second one ends the process immediately.
 
-    A signal that was ignored before (SIGHUP under nohup) stays ignored.
+    A signal that was ignored before (SIGHUP under nohup) stays ignored. One of several ranks ignores the second one:
+    Slurm sends a signal to all processes of a job, and the launcher sends it again; it also ends the ranks when it gets
+    a second one itself.
     """
 
     def __init__(self) -> None:
@@ -35,6 +39,8 @@ class StopSignal:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        if self.requested and is_launched():
+            return  # the first rank to end must not end those that still write
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
@@ -42,4 +48,4 @@ class StopSignal:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received = number
         for handled in self._before:
-            signal.signal(handled, signal.SIG_DFL)
+            signal.signal(handled, signal.SIG_IGN if is_launched() else signal.SIG_DFL)

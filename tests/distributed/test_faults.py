@@ -166,7 +166,7 @@ def test_ranks_end_with_a_killed_torchrun_and_the_next_job_takes_the_folder_over
     wait_until(lambda: (folder / "checkpoints").is_dir() and bool(list((folder / "checkpoints").glob("step-*"))))
     refused = start(*command, NGPU="2")
     _, err = refused.communicate(timeout=500)
-    assert refused.returncode == 1
+    assert refused.returncode == 4
     assert f"{folder} belongs to process " in err
     assert first.poll() is None
     pids = pids_in(folder)
@@ -178,6 +178,7 @@ def test_ranks_end_with_a_killed_torchrun_and_the_next_job_takes_the_folder_over
     wait_until(lambda: len(pids_in(folder)) == 4)
     resumed.send_signal(signal.SIGUSR1)
     out, _ = resumed.communicate(timeout=500)
+    assert resumed.returncode == 75
     assert "resuming from the checkpoint of step" in out
     assert "(SIGUSR1 received); run the same command to resume" in out
     assert not any(map(is_running, pids_in(folder)))

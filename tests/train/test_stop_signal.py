@@ -18,6 +18,22 @@ def test_first_sigterm_is_only_noted_and_the_handler_is_given_back():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_rank_of_several_ends_by_its_launcher_and_not_by_a_second_signal(monkeypatch):
+    """Slurm sends a signal to all processes of a job, and the launcher passes its own on."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    try:
+        with StopSignal() as stop:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert stop.received == signal.SIGUSR1
+        os.kill(os.getpid(), signal.SIGTERM)  # to the ranks that still write, when the first one has ended
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 @pytest.mark.parametrize("number", STOP_SIGNALS, ids=lambda number: number.name)
 def test_each_signal_is_noted_by_its_number(number):
     with StopSignal() as stop:

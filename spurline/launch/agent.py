@@ -1,0 +1,159 @@
+"""Run the ranks of this machine under torchrun's elastic agent, and end with their exit code."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsSpecs, SignalException, Std
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousTimeoutError,
+)
+
+from spurline.launch.network import interface_of
+from spurline.launch.options import Options
+from spurline.launch.rendezvous import meeting_place
+from spurline.launch.signals import Signals
+from spurline.train.exit_codes import ExitCode, exit_code_of_signal
+from spurline.train.stop_signal import STOP_SIGNALS
+
+STOPPED_CODES = {ExitCode.STOPPED, *(exit_code_of_signal(number, saved=False) for number in STOP_SIGNALS)}
+
+
+class LaunchError(ValueError):
+    """An error of the launcher itself that is one line to the user."""
+
+
+class Agent(LocalElasticAgent):
+    """torchrun's agent, with our rules for the end of ranks."""
+
+    def __init__(self, spec: WorkerSpec, logs: LogsSpecs, grace: int, signals: Signals) -> None:
+        super().__init__(spec, logs, log_line_prefix_template="[rank${rank}]:", shutdown_timeout=grace)
+        self._signals = signals
+        self.was_hurried = False
+        """Whether a second signal came while ranks were ending."""
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        with self._signals.deferred():
+            return super()._start_workers(worker_group)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int | None = None) -> None:
+        try:
+            super()._shutdown(death_sig, self._shutdown_timeout)
+        except SignalException:
+            self.was_hurried = True
+            assert self._pcontext is not None
+            self._pcontext.close(signal.SIGKILL)
+            raise
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """Ranks that were asked to stop are not failures: all nodes end, unless one stopped them to let others in."""
+        result = super()._monitor_workers(worker_group)
+        if result.is_failed() and {failure.exitcode for failure in result.failures.values()} <= STOPPED_CODES:
+            others_wait = worker_group.spec.rdzv_handler.num_nodes_waiting() > 0
+            self._remaining_restarts = self._remaining_restarts + 1 if others_wait else 0
+        return result
+
+    def exit_codes(self) -> list[int]:
+        """Those of this machine's ranks, as a shell counts them; without the ranks that have not ended."""
+        handlers: dict[int, Any] = getattr(self._pcontext, "subprocess_handlers", {})
+        return [shell_code(handler.proc.poll()) for handler in handlers.values() if handler.proc.poll() is not None]
+
+
+def run_ranks(options: Options, command: list[str]) -> int:
+    """Start the ranks of this node, and those of other nodes with them; returns the exit code of the run."""
+    _set_environment(options)
+    try:
+        place = meeting_place(options)
+    except RendezvousConnectionError:
+        raise LaunchError(_nobody_at(options)) from None
+    if options.rdzv_endpoint and not options.interface and (interface := interface_of(place.address)):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    spec = WorkerSpec(
+        role="rank",
+        local_world_size=options.ranks,
+        entrypoint=command[0],
+        args=tuple(argument.replace("$", "$$") for argument in command[1:]),
+        rdzv_handler=place,
+        max_restarts=options.restarts,
+        monitor_interval=0.1,
+        local_addr=place.address,
+    )
+    with Signals() as signals, tempfile.TemporaryDirectory(prefix="spurline_ranks_") as folder:
+        logs = DefaultLogsSpecs(log_dir=folder, tee=Std.ALL, local_ranks_filter=options.shown_ranks)
+        return _run(Agent(spec, logs, options.grace, signals), options)
+
+
+def _set_environment(options: Options) -> None:
+    if options.ranks > 1:  # CPU ranks share the cores
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if options.interface else ():
+        os.environ[name] = options.interface
+    os.environ |= options.variables
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):  # ranks say what happened, and so do we
+            logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+
+
+def _run(agent: Agent, options: Options) -> int:
+    place = agent.get_worker_group().spec.rdzv_handler
+    try:
+        result = agent.run()
+    except SignalException as stop:
+        codes = agent.exit_codes()
+        is_whole = len(codes) == options.ranks and not agent.was_hurried
+        return max(codes) if is_whole else shell_code(-stop.sigval)
+    except RendezvousTimeoutError:
+        raise LaunchError(
+            f"there were not {options.nodes[0]} nodes at {options.rdzv_endpoint} within {options.join_timeout} s: start"
+            " the same command on every node"
+        ) from None
+    except RendezvousClosedError:
+        raise LaunchError("the job has ended on the other nodes; see their output") from None
+    except (RendezvousError, dist.DistError) as error:
+        raise LaunchError(f"{_nobody_at(options)} ({str(error).splitlines()[0]})") from None
+    place.shutdown()
+    if result is None or not result.is_failed():
+        return ExitCode.FINISHED
+    rank, failure = first_failure(result.failures)
+    if failure.exitcode not in STOPPED_CODES:
+        _tell(rank, failure, is_shown=failure.local_rank in options.shown_ranks)
+    return shell_code(failure.exitcode)
+
+
+def _nobody_at(options: Options) -> str:
+    return f"no connection to {options.rdzv_endpoint or 'localhost'}: is the job running on that node?"
+
+
+def first_failure(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
+    """The rank that failed first; one that only lost another is a consequence."""
+    return min(failures.items(), key=lambda item: (item[1].exitcode == ExitCode.LOST_RANK, item[1].timestamp))
+
+
+def _tell(rank: int, failure: ProcessFailure, is_shown: bool) -> None:
+    """One line about the rank that failed, with its message unless that was shown."""
+    if failure.exitcode < 0:
+        how = f"was killed by {failure.signal_name()}"
+    else:
+        how = f"ended with exit code {failure.exitcode}"
+        content = failure.error_file_data.get("message", "")
+        message = content.get("message", "") if isinstance(content, dict) else ""
+        if message and not is_shown:
+            how += f": {message}"
+    print(f"spurline launch: rank {rank} {how}", file=sys.stderr)
+
+
+def shell_code(code: int) -> int:
+    """The exit code of a process as a shell has it: 128 plus the number of the signal that ended it."""
+    return 128 - code if code < 0 else code

@@ -1,0 +1,91 @@
+"""How the nodes of a job meet, round after round: torchrun's own c10d rendezvous, with a store of each round."""
+
+from __future__ import annotations
+
+import os
+
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+
+from spurline.launch.network import address_towards, is_own_address
+from spurline.launch.options import Options, split_endpoint
+from spurline.train.launcher import ATTEMPT_VARIABLE
+
+
+class Rounds(RendezvousHandler):
+    """torchrun's rendezvous, except that each round has a store of its own and a number that all nodes agree on.
+
+    torchrun keeps the address of the first round's store: a node that comes in later waits for it forever, and one that
+    was lost may have served it. It counts restarts on each node by itself, so that a new node counts fewer.
+    """
+
+    def __init__(self, inner: RendezvousHandler, address: str) -> None:
+        self._inner, self.address = inner, address
+        self._server: dist.TCPStore | None = None
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # read by the inner one: no store of its own
+        info = self._inner.next_rendezvous()
+        store = info.store  # its keys are those of this round
+        if info.rank == 0:
+            self._server = dist.TCPStore(self.address, 0, is_master=True, wait_for_workers=False)
+            number = store.underlying_store.add("spurline/rounds", 1) - 1  # type: ignore[attr-defined]
+            store.set("spurline/round", f"{number} {self._server.port} {self.address}")
+        else:
+            self._server = None
+        number, port, address = store.get("spurline/round").decode().split()
+        os.environ[ATTEMPT_VARIABLE] = number
+        return RendezvousInfo(store, info.rank, info.world_size, RendezvousStoreInfo(address, int(port)))
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def get_backend(self) -> str:
+        return self._inner.get_backend()
+
+    def is_closed(self) -> bool:
+        return self._inner.is_closed()
+
+    def set_closed(self) -> None:
+        self._inner.set_closed()
+
+    def num_nodes_waiting(self) -> int:
+        return self._inner.num_nodes_waiting()
+
+    def get_run_id(self) -> str:
+        return self._inner.get_run_id()
+
+    def shutdown(self) -> bool:
+        return self._inner.shutdown()
+
+
+def meeting_place(options: Options) -> Rounds:
+    """Serve or join the rendezvous of a job; a RendezvousConnectionError if there is nobody at the endpoint."""
+    endpoint = options.rdzv_endpoint or "localhost:0"
+    host, _ = split_endpoint(endpoint)
+    address = address_towards(host) if options.rdzv_endpoint else "127.0.0.1"
+    # One of several agents on the endpoint's machine serves it; the others find the port taken and join.
+    for is_host in (True, False) if is_own_address(host) else (False,):
+        parameters = RendezvousParameters(
+            backend="c10d",
+            endpoint=endpoint,
+            run_id=options.rdzv_id,
+            min_nodes=options.nodes[0],
+            max_nodes=options.nodes[-1],
+            local_addr=address or None,
+            is_host=str(is_host),
+            join_timeout=options.join_timeout,
+            read_timeout=options.join_timeout if not is_host else 60,
+        )
+        try:
+            backend, store = create_backend(parameters)
+        except RendezvousConnectionError:
+            if not is_host:
+                raise
+            continue
+        return Rounds(create_handler(store, backend, parameters), address)
+    raise AssertionError("unreachable: the last attempt returns or raises")

@@ -1,0 +1,110 @@
+"""`spurline launch`: start the ranks of a run on this machine, together with other nodes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from spurline.config import RunConfig
+from spurline.config_io import ConfigError
+from spurline.launch.options import Options
+from spurline.parallel.degrees import degree_problems
+from spurline.tools.console import complain
+from spurline.tools.options import PROG as TRAIN
+from spurline.tools.options import resolve
+from spurline.tools.parsing import option_types, parse, split_options, wants_help
+
+PROG = "spurline launch"
+DESCRIPTION = """\
+Start `spurline train` on several ranks, with torchrun's elastic agent: on this machine,
+or on this node of several. What follows -- is for `spurline
+train`; so are options that are not listed here.
+
+examples
+  spurline launch --ranks 4 -- --config deepseek_v3_debugmodel \\
+      --parallelism.expert_parallel_degree 2
+  spurline launch --ranks 8 --nnodes 2 --rdzv_endpoint node-0:29500 -- --config ...
+
+The exit code is that of the run (docs/reliability.md)."""
+
+
+def main(argv: list[str]) -> int:
+    own, train = split_command(argv)
+    options, problems = parse(Options, Options(), own, PROG, DESCRIPTION)
+    problems += options.problems()
+    if problems:
+        return complain(PROG, problems)
+    if not options.ranks:
+        options = replace(options, ranks=_default_ranks())
+    with _world_of(options.ranks * options.nodes[-1]):
+        if wants_help(train) or {"--dry-run", "--dry_run"} & set(train):
+            from spurline.tools.train import main as train_main
+
+            return train_main(train)
+        try:
+            run_config = resolve(train).run_config
+        except ConfigError as error:
+            return complain(TRAIN, error.problems)
+    if problems := problems_with_fewer_nodes(options, run_config):
+        return complain(PROG, problems)
+    return run(options, train)
+
+
+def run(options: Options, train: list[str]) -> int:
+    """Start the ranks; returns the exit code of the run."""
+    from spurline.launch.agent import LaunchError, run_ranks  # imports torch: only once the options are valid
+    from spurline.train.exit_codes import ExitCode
+
+    try:
+        return run_ranks(options, [sys.executable, "-u", "-m", "spurline", "train", *train])
+    except LaunchError as error:
+        return complain(PROG, [str(error)], ExitCode.LOST_RANK)
+    except KeyboardInterrupt:
+        print(f"{PROG}: interrupted", file=sys.stderr)
+        return 130
+
+
+def split_command(argv: list[str]) -> tuple[list[str], list[str]]:
+    """The options of this command, and those of `spurline train`: after --, or those that this one does not have."""
+    if "--" in argv:
+        where = argv.index("--")
+        return argv[:where], argv[where + 1 :]
+    before, given = split_options(argv)
+    known = {*option_types(Options()), "help"}
+    own: list[str] = list(before)
+    train: list[str] = []
+    for option in given:
+        (own if option.name in known else train).extend(option.tokens)
+    return own, train
+
+
+def problems_with_fewer_nodes(options: Options, config: RunConfig[Any]) -> list[str]:
+    """Why the run could not go on with fewer nodes of the range; that of all nodes is checked with the options."""
+    found = []
+    for nodes in options.nodes[:-1]:
+        ranks = nodes * options.ranks
+        problems = degree_problems(config.parallelism, ranks, model=config.model, training=config.training)
+        found += [f"--nnodes {options.nnodes}, with {nodes} nodes: {problem}" for problem in problems]
+    return found
+
+
+@contextmanager
+def _world_of(ranks: int) -> Iterator[None]:
+    before = os.environ.get("WORLD_SIZE")
+    os.environ["WORLD_SIZE"] = str(ranks)
+    try:
+        yield
+    finally:
+        del os.environ["WORLD_SIZE"]
+        if before is not None:
+            os.environ["WORLD_SIZE"] = before
+
+
+def _default_ranks() -> int:
+    import torch
+
+    return max(1, torch.accelerator.device_count() if torch.accelerator.is_available() else 0)

@@ -1,0 +1,84 @@
+"""`spurline launch`: which options are whose, and what is said of bad ones before any rank starts."""
+
+import os
+
+import pytest
+
+from spurline.tools import launch
+from spurline.tools.launch import split_command
+
+CONFIG = ["--config", "deepseek_v3_debugmodel"]
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """What would be started, in the place of starting it."""
+    calls = []
+    monkeypatch.setattr(launch, "run", lambda options, train: calls.append((options, train)) or 0)
+    return calls
+
+
+def test_options_after_the_dashes_are_those_of_train(spurline, started):
+    assert spurline("launch", "--ranks", "2", "--", *CONFIG, "--training.steps", "3") == (0, "", "")
+    ((options, train),) = started
+    assert (options.ranks, options.nodes, train) == (2, range(1, 2), [*CONFIG, "--training.steps", "3"])
+    assert "WORLD_SIZE" not in os.environ
+
+
+def test_options_of_train_are_known_without_dashes():
+    own, train = split_command(["--ranks=2", *CONFIG, "--training.steps", "3", "--nnodes", "1"])
+    assert own == ["--ranks=2", "--nnodes", "1"]
+    assert train == [*CONFIG, "--training.steps", "3"]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ("--ranks -1", "--ranks must be a number of ranks, got -1"),
+        ("--ranks two", "--ranks: 'two' is not an integer"),
+        ("--rank 2", "--rank: no such option. Did you mean --ranks?"),
+        ("--nnodes 0", "--nnodes must be a number, or a range such as 62:64, got '0'"),
+        ("--nnodes 4:2", "--nnodes 4:2: the smaller number comes first"),
+        ("--nnodes 2", "--nnodes 2 needs --rdzv_endpoint HOST:PORT, where HOST is one of the nodes"),
+        ("--nnodes 2 --rdzv_endpoint a:b:c", "--rdzv_endpoint must be HOST:PORT, got 'a:b:c'"),
+        ("--nnodes 2 --rdzv_endpoint node-0:70000", "--rdzv_endpoint must be HOST:PORT, got 'node-0:70000'"),
+        ("--restarts -1", "--restarts must not be negative, got -1"),
+        ("--join_timeout 0", "--join_timeout must be positive, got 0"),
+        ("--log_rank all", "--log_rank must be numbers of ranks such as 0,1, got 'all'"),
+        ("--env A", "--env: 'A' is not NAME=VALUE"),
+    ],
+)  # fmt: skip
+def test_bad_options_are_one_line(spurline, started, options, told):
+    assert spurline("launch", *options.split(), "--", *CONFIG) == (2, "", f"spurline launch: {told}\n")
+    assert not started
+
+
+def test_options_of_the_run_are_checked_for_all_ranks_of_all_nodes(spurline, started):
+    nodes = ["--ranks", "2", "--nnodes", "2", "--rdzv_endpoint", "node-0:29500"]
+    tp = "--parallelism.tensor_parallel_degree"
+    code, out, err = spurline("launch", *nodes, "--", *CONFIG, tp, "3")
+    assert (code, out) == (2, "")
+    assert "must divide the number of ranks, but there are 4 ranks" in err
+    assert spurline("launch", *nodes, "--", *CONFIG, tp, "4").code == 0
+
+
+def test_each_number_of_nodes_of_a_range_must_do(spurline, started):
+    nodes = ["--ranks", "2", "--nnodes", "1:4", "--rdzv_endpoint", "node-0:29500"]
+    few = ["--parallelism.data_parallel_replicate_degree", "4"]
+    code, out, err = spurline("launch", *nodes, "--", *CONFIG, *few)
+    assert (code, out) == (2, "")
+    lines = err.splitlines()
+    assert lines[0] == "spurline launch: 2 problems"
+    assert lines[1].startswith("  --nnodes 1:4, with 1 nodes: ")
+    assert lines[2].startswith("  --nnodes 1:4, with 3 nodes: ")
+    assert not started
+
+
+def test_help_of_either_command_starts_nothing(spurline, started):
+    own = spurline("launch", "--help")
+    assert own.code == 0
+    assert "usage: spurline launch" in own.out
+    assert "--rdzv_endpoint" in own.out
+    train = spurline("launch", "--", "--help")
+    assert (train.code, "usage: spurline train" in train.out) == (0, True)
+    assert not started
