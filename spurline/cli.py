@@ -12,7 +12,7 @@ from spurline.version import __version__
 # name: (help line, "module:function"); the function takes the command's arguments and returns an exit code.
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("Train a model, from a preset or from an earlier run's config.json.", "spurline.tools.train:main"),
-    "launch": ("Train on several ranks, on one machine or on many.", "spurline.tools.launch:main"),
+    "launch": ("Train on several ranks, here or as a job of a cluster.", "spurline.tools.launch:main"),
     "configs": ("List the model families and their presets, with parameter counts.", "spurline.tools.configs:main"),
     "generate": ("Generate text from a trained model.", "spurline.tools.generate:main"),
     "checkpoint": ("List, verify, inspect and prune the checkpoints of a run.", "spurline.tools.checkpoint:main"),

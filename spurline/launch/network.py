@@ -6,12 +6,25 @@ import contextlib
 import socket
 import struct
 import sys
+import time
 
 _SIOCGIFADDR = 0x8915
 
 
+def wait_for_name(host: str, seconds: float) -> bool:
+    """Whether `host` has an address within so many seconds: that of a pod is published after it has started."""
+    deadline = time.monotonic() + seconds
+    while not _addresses(host):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(1)
+    return True
+
+
 def is_own_address(host: str) -> bool:
-    """Whether `host` is this machine: only its own addresses can be bound."""
+    """Whether `host` is this machine: by its name, or because only its own addresses can be bound."""
+    if host.split(".")[0] == socket.gethostname().split(".")[0]:
+        return True
     for family, _, _, _, address in _addresses(host):
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.bind((address[0], 0))

@@ -1,11 +1,15 @@
-"""The options of `spurline launch`: how many ranks and where they meet. Torch-free."""
+"""The options of `spurline launch`: how many ranks, where they meet, and what a cluster is asked for. Torch-free."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
 
 DEFAULT_PORT = 29500
+Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
 
 @dataclass(frozen=True)
@@ -28,17 +32,71 @@ class Options:
     log_rank: str = "0"
     """Ranks of each node whose output is shown, comma-separated."""
 
+    slurm: Flag = False
+    """Write a script for `sbatch` instead of starting ranks."""
+    kubernetes: Flag = False
+    """Write a JobSet manifest for `kubectl apply` instead of starting ranks."""
+    torchrun: Flag = False
+    """Write a script that calls torchrun, to be started on every node, instead of starting ranks."""
+    print_: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(name="print")] = False
+    """Print the script or manifest instead of writing it."""
+    out: str = ""
+    """File to write (default: the name of the job with .sbatch, .yaml or .sh); it must not exist."""
+
+    name: str = ""
+    """Name of the job on the cluster, and of its folder in outputs/ (default: the name of the config)."""
+    gpus: int = -1
+    """Accelerators of each node; 0 for CPU ranks (default: as many as ranks)."""
+    cpus: int = 0
+    """CPU cores of each node (default: the whole node with Slurm, no request with Kubernetes)."""
+    memory: str = ""
+    """Memory of each node, as the scheduler writes it: 900G with Slurm, 900Gi with Kubernetes."""
     env: str = ""
     """Environment variables for the ranks: NAME=VALUE,NAME=VALUE."""
     interface: str = ""
     """Network interface for NCCL's and gloo's sockets, such as ib0 (default: NCCL chooses; gloo takes the one that
     reaches the endpoint)."""
+    notice: int = 120
+    """Seconds before the end of a job, or after a notice of preemption, in which a checkpoint is written."""
+    requeues: int = 5
+    """How often a job that has lost a node, or got stuck, is started again by the scheduler."""
+
+    partition: str = ""
+    """Slurm: partition."""
+    account: str = ""
+    """Slurm: account."""
+    time: str = ""
+    """Slurm: time limit, such as 24:00:00; at its end the job is put back into the queue and resumes."""
+    sbatch: str = ""
+    """Slurm: any other options of sbatch, as in --sbatch="--qos=high --constraint=h100"."""
+
+    image: str = ""
+    """Kubernetes: container image in which spurline is installed."""
+    volume: str = ""
+    """Kubernetes: CLAIM:/PATH, a volume claim that all pods can write to (ReadWriteMany) and where it is mounted. Pods
+    work in that folder, and the run folder lies in it."""
+    namespace: str = ""
+    """Kubernetes: namespace."""
+    queue: str = ""
+    """Kubernetes: local queue of Kueue."""
+    gpu_resource: str = "nvidia.com/gpu"
+    """Kubernetes: name of the accelerator, such as amd.com/gpu."""
+
+    @property
+    def target(self) -> str:
+        """What is written: slurm, kubernetes, torchrun, or nothing ("")."""
+        return next((name for name in ("slurm", "kubernetes", "torchrun") if getattr(self, name)), "")
 
     @property
     def nodes(self) -> range:
         """Every number of nodes that the job may have."""
         least, _, most = self.nnodes.partition(":")
         return range(int(least), int(most or least) + 1)
+
+    @property
+    def accelerators(self) -> int:
+        """How many each node has."""
+        return self.ranks if self.gpus < 0 else self.gpus
 
     @property
     def shown_ranks(self) -> set[int]:
@@ -54,17 +112,24 @@ class Options:
         if self.ranks < 0:
             found.append(f"--ranks must be a number of ranks, got {self.ranks}")
         found += self._node_problems()
-        for name in ("restarts", "grace"):
+        for name in ("restarts", "grace", "notice", "requeues", "cpus"):
             if getattr(self, name) < 0:
                 found.append(f"--{name} must not be negative, got {getattr(self, name)}")
         if self.join_timeout < 1:
             found.append(f"--join_timeout must be positive, got {self.join_timeout}")
         if not re.fullmatch(r"\d+(,\d+)*", self.log_rank):
             found.append(f"--log_rank must be numbers of ranks such as 0,1, got {self.log_rank!r}")
+        targets = [f"--{name}" for name in ("slurm", "kubernetes", "torchrun") if getattr(self, name)]
+        if len(targets) > 1:
+            found.append(f"{' and '.join(targets)}: choose one")
+        if (self.print_ or self.out) and not targets:
+            found.append("--print and --out are for --slurm, --kubernetes and --torchrun")
         for item in filter(None, self.env.split(",")):
             if not re.fullmatch(r"[A-Za-z_]\w*=.*", item):
                 found.append(f"--env: {item!r} is not NAME=VALUE")
-        return found
+        if self.name and not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?", self.name):
+            found.append(f"--name {self.name!r}: letters, digits, and - _ . between them")
+        return found + self._target_problems()
 
     def _node_problems(self) -> list[str]:
         found = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", self.nnodes)
@@ -72,7 +137,7 @@ class Options:
             return [f"--nnodes must be a number, or a range such as 62:64, got {self.nnodes!r}"]
         if found[2] and int(found[2]) < int(found[1]):
             return [f"--nnodes {self.nnodes}: the smaller number comes first"]
-        if self.nnodes == "1":
+        if self.nnodes == "1" or self.target:
             return []
         if not self.rdzv_endpoint:
             return [f"--nnodes {self.nnodes} needs --rdzv_endpoint HOST:PORT, where HOST is one of the nodes"]
@@ -80,6 +145,20 @@ class Options:
         if not host or not 0 < port < 2**16:
             return [f"--rdzv_endpoint must be HOST:PORT, got {self.rdzv_endpoint!r}"]
         return []
+
+    def _target_problems(self) -> list[str]:
+        found = []
+        if self.target and not self.ranks:
+            found.append(f"--{self.target} needs --ranks, the number of ranks on each node")
+        if self.kubernetes:
+            found += [f"--kubernetes needs --{name}" for name in ("image", "volume") if not getattr(self, name)]
+            if self.volume and not re.fullmatch(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?:/\S+", self.volume):
+                found.append(f"--volume must be CLAIM:/PATH, got {self.volume!r}")
+        of_slurm, of_kubernetes = ("partition", "account", "time", "sbatch"), ("image", "volume", "namespace", "queue")
+        for target, names in (("slurm", of_slurm), ("kubernetes", of_kubernetes)):
+            if self.target != target:
+                found += [f"--{name} is for --{target}" for name in names if getattr(self, name)]
+        return found
 
 
 def split_endpoint(endpoint: str) -> tuple[str, int]:

@@ -10,7 +10,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, 
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
-from spurline.launch.network import address_towards, is_own_address
+from spurline.launch.network import address_towards, is_own_address, wait_for_name
 from spurline.launch.options import Options, split_endpoint
 from spurline.train.launcher import ATTEMPT_VARIABLE
 
@@ -67,6 +67,8 @@ def meeting_place(options: Options) -> Rounds:
     """Serve or join the rendezvous of a job; a RendezvousConnectionError if there is nobody at the endpoint."""
     endpoint = options.rdzv_endpoint or "localhost:0"
     host, _ = split_endpoint(endpoint)
+    if not wait_for_name(host, options.join_timeout):
+        raise RendezvousConnectionError(f"{host} is not known")
     address = address_towards(host) if options.rdzv_endpoint else "127.0.0.1"
     # One of several agents on the endpoint's machine serves it; the others find the port taken and join.
     for is_host in (True, False) if is_own_address(host) else (False,):
@@ -76,7 +78,7 @@ def meeting_place(options: Options) -> Rounds:
             run_id=options.rdzv_id,
             min_nodes=options.nodes[0],
             max_nodes=options.nodes[-1],
-            local_addr=address or None,
+            local_addr=address,
             is_host=str(is_host),
             join_timeout=options.join_timeout,
             read_timeout=options.join_timeout if not is_host else 60,

@@ -1,8 +1,9 @@
-"""`spurline launch`: start the ranks of a run on this machine, together with other nodes."""
+"""`spurline launch`: start the ranks of a run on this machine, or write a job for a cluster."""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,19 +16,22 @@ from spurline.launch.options import Options
 from spurline.parallel.degrees import degree_problems
 from spurline.tools.console import complain
 from spurline.tools.options import PROG as TRAIN
-from spurline.tools.options import resolve
+from spurline.tools.options import Command, resolve
 from spurline.tools.parsing import option_types, parse, split_options, wants_help
 
 PROG = "spurline launch"
 DESCRIPTION = """\
 Start `spurline train` on several ranks, with torchrun's elastic agent: on this machine,
-or on this node of several. What follows -- is for `spurline
+on this node of several, or as a job of a cluster. What follows -- is for `spurline
 train`; so are options that are not listed here.
 
 examples
   spurline launch --ranks 4 -- --config deepseek_v3_debugmodel \\
       --parallelism.expert_parallel_degree 2
   spurline launch --ranks 8 --nnodes 2 --rdzv_endpoint node-0:29500 -- --config ...
+  spurline launch --slurm --ranks 8 --nnodes 62:64 --time 24:00:00 -- --config ...
+  spurline launch --kubernetes --ranks 8 --nnodes 4 --image registry/spurline:0.2 \\
+      --volume runs:/runs --print -- --config ...
 
 The exit code is that of the run (docs/reliability.md)."""
 
@@ -46,12 +50,12 @@ def main(argv: list[str]) -> int:
 
             return train_main(train)
         try:
-            run_config = resolve(train).run_config
+            command = resolve(train, anywhere=options.kubernetes)  # pods have files of their own
         except ConfigError as error:
             return complain(TRAIN, error.problems)
-    if problems := problems_with_fewer_nodes(options, run_config):
+    if problems := problems_with_fewer_nodes(options, command.run_config):
         return complain(PROG, problems)
-    return run(options, train)
+    return write_job(options, command, train) if options.target else run(options, train)
 
 
 def run(options: Options, train: list[str]) -> int:
@@ -66,6 +70,45 @@ def run(options: Options, train: list[str]) -> int:
     except KeyboardInterrupt:
         print(f"{PROG}: interrupted", file=sys.stderr)
         return 130
+
+
+def write_job(options: Options, command: Command[Any], train: list[str]) -> int:
+    """Write or print the script or manifest of a cluster; returns the exit code."""
+    from spurline.launch.kubernetes import manifest, name_problems
+    from spurline.launch.script import JobText
+    from spurline.launch.slurm import sbatch_script
+    from spurline.launch.torchrun import torchrun_script
+
+    name = options.name or command.config or "spurline"
+    name = re.sub(r"[^a-z0-9-]+", "-", name.lower()) if options.kubernetes else name
+    if options.kubernetes and (problems := name_problems(name, options)):
+        return complain(PROG, problems)
+    folder, given = f"outputs/{name}", {option.name for option in split_options(train)[1]}
+    if "job.dump_folder" in given:
+        folder = command.run_config.job.dump_folder
+    else:  # a job that is started again must find its run
+        train = [*train, "--job.dump_folder", folder]
+    if not command.run_config.checkpoint.enable:
+        train = [*train, "--checkpoint.enable"]
+    make, suffix, submit = {
+        "slurm": (sbatch_script, "sbatch", "sbatch {}"),
+        "kubernetes": (manifest, "yaml", "kubectl apply -f {}"),
+        "torchrun": (torchrun_script, "sh", "bash {} FIRST_NODE, on every node"),
+    }[options.target]
+    file = options.out or f"{name}.{suffix}"
+    text = make(JobText(options, name, folder, train), file)
+    if options.print_:
+        print(text, end="")
+        return 0
+    try:
+        with open(file, "x", encoding="utf-8") as out:
+            out.write(text)
+    except FileExistsError:
+        return complain(PROG, [f"{file} exists: choose another file with --out, or remove it"])
+    except OSError as error:
+        return complain(PROG, [f"{file}: {error.strerror}"])
+    print(f"wrote {file}; start it with: {submit.format(file)}")
+    return 0
 
 
 def split_command(argv: list[str]) -> tuple[list[str], list[str]]:

@@ -61,9 +61,13 @@ class UnknownModel:
         return []
 
 
-def resolve(argv: list[str]) -> Command[Any]:
-    """The command line of `spurline train`; raises a ConfigError with all errors."""
-    return resolve_command(argv, Command, PROG, _EXAMPLES, lambda command: run_problems(command.run_config))
+def resolve(argv: list[str], anywhere: bool = False) -> Command[Any]:
+    """The command line of `spurline train`; raises a ConfigError with all errors.
+
+    With `anywhere`, files and folders are those of other machines, and are not looked for here.
+    """
+    problems = layout_problems if anywhere else run_problems
+    return resolve_command(argv, Command, PROG, _EXAMPLES, lambda command: problems(command.run_config))
 
 
 C = TypeVar("C", bound=RunCommand[Any])
@@ -159,11 +163,19 @@ def run_problems(config: RunConfig[Any]) -> list[str]:
     found += initial_load_problems(config)
     if config.checkpoint.enable and not found:
         found += folder_problems(str(CheckpointFolder(config.job.dump_folder).path))
-    found += base_problems(config)
-    if not config.parallelism.problems():
-        world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        found += degree_problems(config.parallelism, world_size, model=config.model, training=config.training)
-    return found
+    return found + base_problems(config) + _degree_problems(config)
+
+
+def layout_problems(config: RunConfig[Any]) -> list[str]:
+    """Everything that prevents a run with this config from starting anywhere, whatever files there are."""
+    return config.problems() + _degree_problems(config)
+
+
+def _degree_problems(config: RunConfig[Any]) -> list[str]:
+    if config.parallelism.problems():
+        return []
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    return degree_problems(config.parallelism, world_size, model=config.model, training=config.training)
 
 
 def folder_problems(folder: str) -> list[str]:

@@ -45,6 +45,16 @@ def test_options_of_train_are_known_without_dashes():
         ("--restarts -1", "--restarts must not be negative, got -1"),
         ("--join_timeout 0", "--join_timeout must be positive, got 0"),
         ("--log_rank all", "--log_rank must be numbers of ranks such as 0,1, got 'all'"),
+        ("--slurm", "--slurm needs --ranks, the number of ranks on each node"),
+        ("--slurm --torchrun --ranks 2", "--slurm and --torchrun: choose one"),
+        ("--print", "--print and --out are for --slurm, --kubernetes and --torchrun"),
+        ("--ranks 2 --time 1:00", "--time is for --slurm"),
+        ("--slurm --ranks 2 --image a", "--image is for --kubernetes"),
+        ("--slurm --ranks 2 --name a/b", "--name 'a/b': letters, digits, and - _ . between them"),
+        ("--kubernetes --ranks 2 --image a", "--kubernetes needs --volume"),
+        ("--kubernetes --ranks 2 --image a --volume b", "--volume must be CLAIM:/PATH, got 'b'"),
+        ("--kubernetes --ranks 2 --image a --volume b:/c --name 8b",
+         "--name 8b: pods would be named 8b-node-0-0, which must begin with a letter and have 63 letters at most"),
         ("--env A", "--env: 'A' is not NAME=VALUE"),
     ],
 )  # fmt: skip
@@ -72,6 +82,31 @@ def test_each_number_of_nodes_of_a_range_must_do(spurline, started):
     assert lines[1].startswith("  --nnodes 1:4, with 1 nodes: ")
     assert lines[2].startswith("  --nnodes 1:4, with 3 nodes: ")
     assert not started
+
+
+def test_script_is_written_once_and_says_how_to_submit_it(spurline, started, tmp_path):
+    command = ["launch", "--slurm", "--ranks", "2", "--", *CONFIG]
+    name = "deepseek_v3_debugmodel.sbatch"
+    assert spurline(*command) == (0, f"wrote {name}; start it with: sbatch {name}\n", "")
+    (tmp_path / name).write_text("mine")
+    line = f"spurline launch: {name} exists: choose another file with --out, or remove it\n"
+    assert spurline(*command) == (2, "", line)
+    assert (tmp_path / name).read_text() == "mine"
+    assert not started
+
+
+def test_job_for_a_cluster_is_checked_like_a_run(spurline, tmp_path):
+    """Slurm's nodes have the disks of this machine, pods don't."""
+    bad = ["--data.path", "/nowhere", "--parallelism.tensor_parallel_degree", "3"]
+    slurm = spurline("launch", "--slurm", "--ranks", "2", "--", *CONFIG, *bad)
+    pods = ["--kubernetes", "--image", "a", "--volume", "b:/c"]
+    kubernetes = spurline("launch", *pods, "--ranks", "2", "--", *CONFIG, *bad)
+    assert slurm.code == kubernetes.code == 2
+    assert "/nowhere" in slurm.err
+    assert "/nowhere" not in kubernetes.err
+    for found in (slurm, kubernetes):
+        assert "must divide the number of ranks, but there are 2 ranks" in found.err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_help_of_either_command_starts_nothing(spurline, started):
