@@ -1,0 +1,28 @@
+"""Two hosts with addresses of their own, in network namespaces: one is lost, and comes back."""
+
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from spurline.testing.run_result import run_result
+from spurline.testing.tiny import write_words
+from spurline.testing.two_hosts import STEPS, Hosts, train, train_and_lose_a_host, why_not
+
+
+@pytest.mark.slow
+def test_run_that_lost_a_host_in_a_random_step_ends_like_an_undisturbed_one(tmp_path: Path) -> None:
+    if reason := why_not():
+        pytest.skip(f"two hosts can't be made here: {reason}")
+    seed = random.randrange(10**6)
+    step = random.Random(seed).randrange(2, STEPS)
+    print(f"seed {seed}: host b is lost in step {step}")
+    text = write_words(tmp_path)
+    with Hosts() as hosts:
+        train(hosts, text, tmp_path / "undisturbed")
+        said = train_and_lose_a_host(hosts, text, tmp_path / "lost", step)
+    assert re.search(r"rank [23] (is gone|has been silent)", said)
+    assert "restart 1, because rank " in said
+    assert f"[rank0]:step {STEPS}/{STEPS}" in said
+    assert run_result(tmp_path / "lost") == run_result(tmp_path / "undisturbed")
