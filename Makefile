@@ -1,11 +1,15 @@
 # make train: install and train a small MoE.   make test: install and run all checks.
-# TORCH selects the PyTorch build; the pinned version is the one used for the measurements in docs/.
+# TORCH: another PyTorch, as words for pip: make train TORCH="torch --index-url https://download.pytorch.org/whl/cu130".
+# By default it is a CPU build of the version that the measurements in docs/ were made with. See docs/install.md.
 PYTHON ?= python3
+CPU_WHEELS ?= https://download.pytorch.org/whl/cpu
 TORCH ?= torch==2.13.0
 MODULE ?= deepseek_v3
 CONFIG ?= deepseek_v3_debugmodel
 
 BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet
+RUNS := .venv/.runs
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
@@ -14,14 +18,26 @@ READY := .venv/.ready
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
 
-# Install torch first, so that no dependency pulls in another build.
-$(READY): pyproject.toml
+# torch comes first, so that no dependency pulls in another build. Where the index of CPU builds can't be reached, it is
+# the one that pip finds elsewhere; a TORCH of one's own is taken as it is.
+ifeq ($(origin TORCH), file)
+INSTALL_TORCH = $(PIP) --retries 0 --timeout 5 --index-url $(CPU_WHEELS) $(TORCH) 2>/dev/null || \
+    { echo 'no answer from $(CPU_WHEELS): PyTorch from the default index'; $(PIP) $(TORCH); }
+else
+INSTALL_TORCH = $(PIP) $(TORCH)
+endif
+
+$(RUNS): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet '$(TORCH)'
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(INSTALL_TORCH)
+	$(PIP) --constraint constraints.txt --editable .
 	@touch $@
 
-train: $(READY)  ## install if needed, then train the debug model and sample from it
+$(READY): $(RUNS)
+	$(PIP) --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+train: $(RUNS)  ## install if needed, then train the debug model and sample from it
 	$(BIN)/spurline train --module $(MODULE) --config $(CONFIG) $(ARGS)
 
 quick: lint types  ## a first verdict in about a minute: lint, types, and the eager layer against the reference
@@ -66,7 +82,7 @@ release: $(READY)  ## build a wheel and an sdist, check them, and install the wh
 	$(BIN)/python -m build --outdir dist .
 	$(BIN)/twine check --strict dist/*
 	$(PYTHON) -m venv .venv-release
-	.venv-release/bin/python -m pip install --quiet '$(TORCH)'
+	$(subst $(BIN),.venv-release/bin,$(INSTALL_TORCH))
 	.venv-release/bin/python -m pip install --quiet dist/*.whl
 	cd dist && ../.venv-release/bin/spurline configs
 	rm -rf .venv-release

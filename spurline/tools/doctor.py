@@ -175,7 +175,7 @@ def _accelerators() -> list[Finding]:
 
     kind = torch.accelerator.current_accelerator(check_available=True) if torch.accelerator.is_available() else None
     if kind is None:
-        return [Finding("accelerator", False, "none supported by this PyTorch build", "training runs on the CPU")]
+        return [_no_accelerator()]
     findings = []
     for index in range(torch.accelerator.device_count()):
         device = torch.device(kind.type, index)
@@ -184,6 +184,25 @@ def _accelerators() -> list[Finding]:
         known = f"{peak / 1e12:.0f} TFLOP/s in bfloat16" if peak else "peak FLOP/s unknown, so MFU is not reported"
         findings.append(Finding(str(device), True, f"{name}, {known}"))
     return findings
+
+
+# a file that its driver makes: (the accelerator, the index of PyTorch's builds for it)
+_DRIVERS = {
+    "/dev/nvidiactl": ("NVIDIA", "cu130"),
+    "/dev/kfd": ("AMD", "rocm7.1"),
+    "/sys/module/xe": ("Intel", "xpu"),
+}
+
+
+def _no_accelerator() -> Finding:
+    """What is there, if anything, and which build of PyTorch could use it."""
+    for path, (maker, build) in _DRIVERS.items():
+        if Path(path).exists():
+            hint = f"pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/{build}"
+            detail = f"{maker}'s driver is loaded, but this PyTorch build does not use it"
+            return Finding("accelerator", False, detail, f"{hint}; other versions: docs/install.md")
+    hint = "training runs on the CPU; builds for accelerators: docs/install.md"
+    return Finding("accelerator", False, "no driver of NVIDIA, AMD or Intel is loaded", hint)
 
 
 def _dispatchers() -> list[Finding]:
@@ -214,12 +233,17 @@ def _backends() -> list[Finding]:
     not_needed = "not needed without an accelerator"
     missing = "not in this PyTorch build" if wanted else f"not in this PyTorch build, {not_needed}"
     return [
-        Finding("gloo", gloo, "for CPU ranks" if gloo else "not in this PyTorch build: no training on CPU ranks"),
+        Finding(
+            "gloo",
+            gloo,
+            "for CPU ranks" if gloo else "not in this PyTorch build: no training on CPU ranks",
+            "" if gloo else "install a build from pytorch.org: docs/install.md",
+        ),
         Finding(
             "nccl",
             nccl and wanted,
             "for accelerator ranks" if nccl and wanted else missing if not nccl else not_needed,
-            "install a PyTorch build for this accelerator" if wanted and not nccl else "",
+            "install a PyTorch build for this accelerator: docs/install.md" if wanted and not nccl else "",
         ),
         _pipeline_schedules(),
     ]

@@ -73,6 +73,16 @@ def test_a_missing_extra_comes_with_its_command(spurline, monkeypatch):
     assert found["data"]["detail"].endswith(": pyarrow 1.0, datasets 1.0")
 
 
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
+def test_an_accelerator_that_this_build_does_not_use_comes_with_one_that_does(spurline, monkeypatch, tmp_path):
+    monkeypatch.setattr(doctor, "_DRIVERS", {str(tmp_path / "none"): ("A", "a"), str(tmp_path): ("B", "b1")})
+    found = findings(spurline)["accelerator"]
+    assert found["detail"] == "B's driver is loaded, but this PyTorch build does not use it"
+    assert "torch --index-url https://download.pytorch.org/whl/b1" in found["hint"]
+    monkeypatch.setattr(doctor, "_DRIVERS", {})
+    assert "docs/install.md" in findings(spurline)["accelerator"]["hint"]
+
+
 def test_every_extra_for_users_is_looked_at():
     tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has no tomllib")
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
