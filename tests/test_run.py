@@ -293,6 +293,7 @@ def test_killed_run_goes_on_from_its_last_checkpoint_with_each_step_once(folder,
     assert_is_the_uninterrupted_run(train, folder, resumed)
 
 
+@pytest.mark.slow
 def test_compiled_run_goes_on_from_the_checkpoint_of_an_eager_one(train, folder):
     train(*CHECKPOINT, "--debug.stop_after", "4")
     resumed = train(*CHECKPOINT, "--compile.enable", "--compile.backend", "aot_eager")

@@ -14,6 +14,7 @@ from spurline.moe.balance import set_token_weight, take_balance_loss
 from spurline.moe.reference import reference_balance_loss, reference_moe
 from spurline.testing import RankPool
 from spurline.testing.equivalence import relative_error
+from spurline.testing.params import slow_but
 
 CONFIG = MoEConfig(dim=8, hidden_dim=12, num_experts=8, top_k=2, check_exchange=True)
 Shape = tuple[int, int]
@@ -364,9 +365,13 @@ def run_split_experts(rank: int, config: MoEConfig, shape: tuple[int, int], shap
     }
 
 
-@pytest.mark.parametrize("before", [False, True])
-@pytest.mark.parametrize("equal_split", ["off", "forced"])
-@pytest.mark.parametrize("forced_balance", [False, True])
+@pytest.mark.parametrize(
+    ("forced_balance", "equal_split", "before"),
+    slow_but(
+        [(False, "off", True), (False, "forced", False), (True, "off", False)],
+        itertools.product([False, True], ["off", "forced"], [False, True]),
+    ),
+)
 def test_experts_whose_hidden_width_is_split(
     ranks: RankPool, before: bool, equal_split: str, forced_balance: bool
 ) -> None:

@@ -26,6 +26,7 @@ from spurline.moe.config import MoEConfig
 from spurline.parallel.world import World, joined_world
 from spurline.testing import RankPool
 from spurline.testing.equivalence import relative_error
+from spurline.testing.params import slow_but
 from spurline.train.trainer import make_trainer
 
 SIZE = {"vocab_size": 264, "dim": 16, "num_layers": 2, "num_heads": 4}
@@ -120,7 +121,10 @@ def check_first_step(
         assert max(errors.values()) < 1e-5, max(errors, key=errors.__getitem__)
 
 
-@pytest.mark.parametrize(("name", "compiled"), [*((name, False) for name in MODELS), ("qwen3-tied", True)])
+@pytest.mark.parametrize(
+    ("name", "compiled"),
+    slow_but([(name, False) for name in MODELS], [*((name, False) for name in MODELS), ("qwen3-tied", True)]),
+)
 def test_first_step_on_four_ranks_is_that_of_one(ranks: RankPool, tmp_path: Path, name: str, compiled: bool) -> None:
     experts = 2 if MODELS[name].parallel_facts().num_experts else 1
     parallelism = Parallelism(tensor_parallel_degree=2, expert_parallel_degree=experts)

@@ -1,5 +1,6 @@
 """Recomputation on real gloo ranks: the same results, and how much is sent a second time."""
 
+import itertools
 from collections import Counter
 
 import pytest
@@ -16,6 +17,7 @@ from spurline.moe.balance import routers
 from spurline.parallel.compile import apply_compile
 from spurline.parallel.remat import apply_remat
 from spurline.testing import RankPool
+from spurline.testing.params import slow_but
 
 CONFIG = MoEConfig(dim=16, hidden_dim=8, num_experts=8, top_k=2, num_shared_experts=1, aux_loss="batch")
 BOTH_WAYS = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
@@ -133,22 +135,23 @@ def check(
     return [(plain, messages) for _, _, plain, messages in results]
 
 
-@BOTH_WAYS
-@pytest.mark.parametrize("tied", [False, True], ids=["distinct scores", "tied scores"])
+@pytest.mark.parametrize(
+    ("tied", "compiled"), slow_but([(False, False), (True, True)], itertools.product([False, True], [False, True]))
+)
 def test_selective_sends_no_row_twice(ranks: RankPool, tied: bool, compiled: bool) -> None:
     for plain, messages in check(ranks, "expert parallel", "selective", compiled, tied):
         assert messages == plain
         assert plain["gloo:all_to_all"] == 8  # 2 blocks, there and back, forward and backward
 
 
-@BOTH_WAYS
+@pytest.mark.parametrize("compiled", slow_but([False], [False, True]))
 def test_selective_resend_sends_rows_again_on_their_way_to_the_experts_alone(ranks: RankPool, compiled: bool) -> None:
     for plain, messages in check(ranks, "expert parallel", "selective_resend", compiled, tied=True):
         assert messages["gloo:all_to_all"] == plain["gloo:all_to_all"] + 2  # one in each of 2 blocks
         assert messages - Counter({"gloo:all_to_all": 2}) == plain
 
 
-@BOTH_WAYS
+@pytest.mark.parametrize("compiled", slow_but([False], [False, True]))
 def test_full_sends_rows_again_and_computes_the_same(ranks: RankPool, compiled: bool) -> None:
     for plain, messages in check(ranks, "expert parallel", "full", compiled, tied=True):
         # What comes back from the experts is needed by nothing behind it: recomputation stops before that, unless it

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import io
+import itertools
 import json
 import os
 import random
@@ -21,6 +22,7 @@ from spurline.config import Checkpoint, Data, Debug, Job, LRScheduler, Metrics, 
 from spurline.models.qwen3_vl.configs import qwen3_vl_debugmodel_moe
 from spurline.moe.config import MoEConfig
 from spurline.testing import RankPool
+from spurline.testing.params import slow_but
 from spurline.testing.tiny import tiny_model
 from spurline.train import run as run_module
 from spurline.train.checkpoint.writer import ChecksummedStream
@@ -151,7 +153,11 @@ def records_of(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "async_mode"), [*((name, "disabled") for name in LAYOUTS), ("alone", "async"), ("ep2", "async")]
+    ("name", "async_mode"),
+    slow_but(
+        [("fsdp-ep-tp", "disabled"), ("pp-ep", "disabled"), ("ep2", "async")],
+        [*((name, "disabled") for name in LAYOUTS), ("alone", "async"), ("ep2", "async")],
+    ),
 )
 def test_a_run_that_sigterm_has_stopped_goes_on_bit_for_bit(
     ranks: RankPool, text: str, tmp_path: Path, name: str, async_mode: str
@@ -211,7 +217,7 @@ CHAINS = {
 }
 
 
-@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize("name", slow_but(["pp 2, ep 2, alone", "ep 4-1-2, tp, etp"], CHAINS))
 def test_ranks_may_change_and_every_sample_is_read_once(ranks: RankPool, text: str, tmp_path: Path, name: str) -> None:
     (alone,) = run_all(ranks, Layout(1), make_config(text, tmp_path / "whole", Layout(1)))
     ids_by_step = chain(ranks, text, tmp_path / "changing", CHAINS[name])
@@ -239,8 +245,9 @@ def run_with_a_full_disk(rank: int, config: RunConfig[Any], full_on: int) -> str
     return str(refused.value)
 
 
-@pytest.mark.parametrize("async_mode", ["disabled", "async"])
-@pytest.mark.parametrize("full_on", [0, 1])
+@pytest.mark.parametrize(
+    ("full_on", "async_mode"), slow_but([(1, "async")], itertools.product([0, 1], ["disabled", "async"]))
+)
 def test_a_full_disk_on_one_rank_ends_all_with_its_message(
     ranks: RankPool, text: str, tmp_path: Path, full_on: int, async_mode: str
 ) -> None:

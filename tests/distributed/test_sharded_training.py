@@ -22,6 +22,7 @@ from spurline.moe.config import MoEConfig
 from spurline.parallel.world import World, joined_world
 from spurline.testing import RankPool
 from spurline.testing.equivalence import relative_error
+from spurline.testing.params import slow_but
 from spurline.testing.tiny import tiny_model, write_words
 from spurline.train.run import train
 from spurline.train.sample import sample_text
@@ -216,8 +217,8 @@ def check(ranks: RankPool, make_config, layout: Layout, num_steps: int = 3, **op
 @pytest.fixture(
     scope="module",
     params=params_of(
-        "fsdp2 hsdp tp2 ep2 ep-etp fsdp-ep-tp-etp",
-        slow="fsdp4 tp4 hsdp-tp fsdp-ep2 ep4 hsdp-ep fsdp-ep-tp tp2-ep4 tp4-ep4",
+        "hsdp tp2 ep-etp fsdp-ep-tp-etp",
+        slow="fsdp2 ep2 fsdp4 tp4 hsdp-tp fsdp-ep2 ep4 hsdp-ep fsdp-ep-tp tp2-ep4 tp4-ep4",
     ),
 )
 def layout(request) -> Layout:
@@ -261,7 +262,7 @@ def test_forced_balance_trains_like_one_rank(ranks: RankPool, make_config, layou
         assert of_rank.records[0]["expert_load"]["layers.1.moe"] == [SEQUENCES * 16 * 2 // 8] * 8
 
 
-@in_layouts("fsdp-ep-tp-etp", slow="ep4 hsdp-ep")
+@in_layouts("", slow="fsdp-ep-tp-etp ep4 hsdp-ep")
 def test_twenty_steps_stay_together(ranks: RankPool, make_config, layout: Layout) -> None:
     runs = check(ranks, make_config, layout, num_steps=20)
     losses = [record["loss"] for record in runs[0].records]
@@ -274,7 +275,7 @@ def test_balance_over_the_batch_counts_the_tokens_of_all_ranks(ranks: RankPool, 
 
 
 @in_layouts("tp2 tp4-ep4", slow="fsdp-ep-tp-etp")
-@pytest.mark.parametrize("seq_len", [15, 5])
+@pytest.mark.parametrize("seq_len", slow_but([5], [15, 5]))
 def test_length_that_the_ranks_of_tensor_parallelism_do_not_divide(
     ranks: RankPool, make_config, layout: Layout, seq_len: int
 ) -> None:
@@ -299,7 +300,7 @@ def test_accumulated_micro_batches_make_the_same_step(
     check(ranks, make_config, layout, micro_batches=2, moe=moe)
 
 
-@in_layouts("fsdp2 hsdp-ep", slow="fsdp-ep-tp-etp")
+@in_layouts("hsdp-ep", slow="fsdp2 fsdp-ep-tp-etp")
 def test_experts_in_a_call_of_their_own_train_like_one_rank(ranks: RankPool, make_config, layout: Layout) -> None:
     check(ranks, make_config, layout, debug={"separate_expert_units": True})
 
@@ -344,7 +345,7 @@ def check_compiled(ranks: RankPool, config: RunConfig[Any], world: int, timeout:
         assert graph_breaks == {}
 
 
-@in_layouts("ep2 fsdp-ep-tp-etp", slow="fsdp2 fsdp-ep-tp")
+@in_layouts("ep2", slow="fsdp-ep-tp-etp fsdp2 fsdp-ep-tp")
 def test_compiled_training_equals_eager_without_a_graph_break_or_a_graph_for_each_step(
     ranks: RankPool, make_config, layout: Layout
 ) -> None:
@@ -387,6 +388,7 @@ def records_of(folder: Path) -> list[dict[str, Any]]:
     return [{key: record[key] for key in repeats} for record in records]
 
 
+@pytest.mark.slow  # test_resume.py has runs of fewer steps
 def test_stopped_run_goes_on_as_if_it_had_never_stopped(ranks: RankPool, make_config, tmp_path: Path) -> None:
     def config(folder: str, stop_after: int = 0) -> RunConfig[Any]:
         return make_config(
@@ -407,6 +409,7 @@ def test_stopped_run_goes_on_as_if_it_had_never_stopped(ranks: RankPool, make_co
         assert [name for name in expected if not torch.equal(actual[name], expected[name])] == []
 
 
+@pytest.mark.slow
 def test_two_calls_compile_too_and_the_first_rank_says_what_that_costs(
     ranks: RankPool, make_config, tmp_path: Path
 ) -> None:

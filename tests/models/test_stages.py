@@ -29,6 +29,7 @@ from spurline.parallel.remat import apply_remat
 from spurline.parallel.world import joined_world
 from spurline.testing import RankPool
 from spurline.testing.equivalence import relative_error
+from spurline.testing.params import slow_but
 from spurline.testing.tiny import tiny_model
 from spurline.train.loss import IGNORE_INDEX, cross_entropy_sum, make_loss_sum
 
@@ -193,7 +194,7 @@ def test_stages_share_no_memory_with_the_whole() -> None:
     assert list(whole.layers) == ["0", "1", "2", "3"]
 
 
-@pytest.mark.parametrize("remat", ["full", "selective"])
+@pytest.mark.parametrize("remat", slow_but(["selective"], ["full", "selective"]))
 def test_compiled_stages_that_recompute_have_the_gradients_of_the_whole(remat: str) -> None:
     torch.compiler.reset()
     whole, stages = built(SMALL_MTP), stages_of(SMALL_MTP, [(0, 2), (2, 4)])
