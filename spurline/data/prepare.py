@@ -48,7 +48,7 @@ def prepare(
                 _write_source(str(folder), number, data, share, tokenizer, num_workers, partial(advance, data))
                 for number, (data, share) in enumerate(zip(sources, shares, strict=True))
             ]
-            return _write_index(str(folder), tokenizer, stored)
+            return write_index(str(folder), tokenizer, stored)
     except OSError as error:
         raise ValueError(f"can't write {out!r}: {error.strerror or error}. Nothing was written") from None
 
@@ -64,39 +64,43 @@ def folder_problem(out: str) -> str:
     return f"{out!r} is not empty: choose another folder, or remove it first" if names else ""
 
 
-def _write_index(folder: str, tokenizer: Tokenizer, sources: list[PreparedSource]) -> Index:
-    stored, boundary_token = None, ""
-    if isinstance(tokenizer, FileTokenizer):
-        boundary_token = tokenizer.boundary_token
-        with closing(_HashedFile(folder, TOKENIZER_FILE)) as file:
-            file.write(tokenizer.content.encode())
-        stored = file.stored()
+def write_index(folder: str, tokenizer: Tokenizer, sources: list[PreparedSource]) -> Index:
+    """Write the tokenizer and the index of all files, which make the folder a prepared one."""
     index = Index(
         version=VERSION,
         dtype=token_dtype(tokenizer.vocab_size).name,
         tokenizer_fingerprint=tokenizer.fingerprint,
-        boundary_token=boundary_token,
+        boundary_token=tokenizer.boundary_token if isinstance(tokenizer, FileTokenizer) else "",
         vocab_size=tokenizer.vocab_size,
-        tokenizer=stored,
+        tokenizer=store_tokenizer(folder, tokenizer),
         sources=sources,
     )
     save_index(folder, index)
     return index
 
 
+def store_tokenizer(folder: str, tokenizer: Tokenizer) -> StoredFile | None:
+    """Write the tokenizer, if it is one of a file."""
+    if not isinstance(tokenizer, FileTokenizer):
+        return None
+    with closing(HashedFile(folder, TOKENIZER_FILE)) as file:
+        file.write(tokenizer.content.encode())
+    return file.stored()
+
+
 def _write_source(
     folder: str, number: int, data: Data, weight: str, tokenizer: Tokenizer, num_workers: int, advance: Advance
 ) -> PreparedSource:
-    batches = _batches(read_documents(data, advance))
+    batches = batches_of(read_documents(data, advance))
     num_documents = num_tokens = 0
     shards: list[StoredFile] = []
     with (
         closing(map_in_order(partial(stream_of, tokenizer=tokenizer), batches, num_workers)) as tokenized,
-        closing(_HashedFile(folder, f"source{number}.documents")) as documents,
+        closing(HashedFile(folder, f"source{number}.documents")) as documents,
     ):
         stream = next(tokenized, None)
         while stream is not None:
-            with closing(_HashedFile(folder, f"source{number}-{len(shards):05}.tokens")) as shard:
+            with closing(HashedFile(folder, f"source{number}-{len(shards):05}.tokens")) as shard:
                 shard_end = num_tokens + SHARD_TOKENS
                 while stream is not None and num_tokens < shard_end:
                     (part,) = stream.parts
@@ -110,7 +114,7 @@ def _write_source(
     return PreparedSource(data.path, weight, num_documents, num_tokens, documents.stored(), shards)
 
 
-def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
+def batches_of(documents: Iterator[Document]) -> Iterator[list[Document]]:
     """Group documents into batches for the workers, at boundaries that depend on document sizes only."""
     batch: list[Document] = []
     num_characters = 0
@@ -124,7 +128,7 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
         yield batch
 
 
-class _HashedFile:
+class HashedFile:
     """A new file that computes its checksum while it is written, and is flushed to disk when closed."""
 
     def __init__(self, folder: str, name: str) -> None:

@@ -50,16 +50,17 @@ while ((signaled)); do # a signal ends `wait`, and the step goes on
 done
 
 case $code in
-{stopped}) echo "stopped, with a checkpoint: back into the queue" ;;
+{stopped}) ;; # stopped, with a checkpoint
 {retried})
     if ((${{SLURM_RESTART_COUNT:-0}} >= {requeues})); then
         echo "exit code $code after ${{SLURM_RESTART_COUNT:-0}} restarts of the job: giving up" >&2
         exit "$code"
     fi
-    echo "exit code $code: back into the queue" >&2
     ;;
 *) exit "$code" ;;
 esac
+if ! scontrol show job "$SLURM_JOB_ID" | grep -q JobState=RUNNING; then exit "$code"; fi # canceled, or preempted
+echo "exit code $code: back into the queue" >&2
 scontrol requeue "$SLURM_JOB_ID" || exit "$code"
 """
 

@@ -117,6 +117,7 @@ def train_and_lose_a_host(hosts: Hosts, text: Path, folder: Path, step: int) -> 
     }
     first, second = (launch(hosts, host, text, folder, **fault) for host in HOSTS)
     wait_until(lambda: (log.exists() and '"slow"' in log.read_text()) or first.poll() is not None)
+    assert first.poll() is None, first.communicate()[1] + second.communicate()[1]
     hosts.unplug("b")
     hosts.kill("b")
     second.communicate()

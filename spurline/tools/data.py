@@ -30,7 +30,14 @@ examples
   spurline data prepare web.jsonl.gz code/ --weights 3,1 \\
       --tokenizer tokenizer.json --out prepared/mix
   spurline train --module deepseek_v3 --config deepseek_v3_debugmodel \\
-      --data.path prepared/books"""
+      --data.path prepared/books
+  sbatch --array=1-16 --wrap 'spurline data prepare /data/web \\
+      --out /data/prepared --part $SLURM_ARRAY_TASK_ID/16'
+  spurline data join /data/prepared"""
+JOIN = """\
+Join the parts of a preparation on several machines (`prepare --part`) into FOLDER,
+with the same bytes as if one machine had prepared it. The parts are in
+FOLDER.parts, which can be removed afterwards."""
 LS = """\
 List the sources, token counts and tokenizer of a prepared folder."""
 VERIFY = """\
@@ -53,6 +60,9 @@ class Prepare:
     workers: Annotated[int, described("N")] = 0
     """Worker processes for tokenization (default: one per CPU core; 1 with the byte tokenizer).
     Lower it to save memory; the output is the same for any number."""
+    part: Annotated[str, described("I/N")] = ""
+    """Prepare only the I-th of N parts, into OUT.parts, for a job array on several machines with a shared disk;
+    `spurline data join OUT` joins them."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +75,9 @@ def main(argv: list[str]) -> int:
 
 
 def prepare_data(paths: list[str], options: Prepare) -> int:
+    from spurline.data.parts import Part
     from spurline.data.prepare import prepare
+    from spurline.data.prepare_parts import prepare_part
     from spurline.data.sources import source_size
     from spurline.data.tokenizer import ByteTokenizer, load_tokenizer
 
@@ -80,6 +92,10 @@ def prepare_data(paths: list[str], options: Prepare) -> int:
     num_workers = options.workers or (1 if isinstance(tokenizer, ByteTokenizer) else os.cpu_count() or 1)
     with progress_bars({source: (source.path, source_size(source)) for source in sources}) as advance:
         weights = Data(weights=options.weights).shares
+        if options.part:
+            part = Part.parse(options.part)
+            print(f"wrote {prepare_part(sources, options.out, part, tokenizer, weights, num_workers, advance)}")
+            return 0
         index = prepare(sources, options.out, tokenizer, weights, num_workers, advance)
     print(f"wrote {options.out}")
     print(_table(index))
@@ -87,6 +103,7 @@ def prepare_data(paths: list[str], options: Prepare) -> int:
 
 
 def _problems(sources: list[Data], options: Prepare) -> list[str]:
+    from spurline.data.parts import Part
     from spurline.data.prepare import folder_problem
     from spurline.data.prepared_index import is_prepared
     from spurline.data.sources import check_data
@@ -99,11 +116,25 @@ def _problems(sources: list[Data], options: Prepare) -> list[str]:
         found.append(f"--weights has {len(weights.shares)} numbers for {len(sources)} sources")
     if options.workers < 0:
         found.append(f"--workers must be positive, got {options.workers}")
+    if options.part:
+        try:
+            Part.parse(options.part)
+        except ValueError as error:
+            found.append(str(error))
     if not options.out:
         found.append("--out is missing: give the output folder")
     elif problem := folder_problem(os.path.expanduser(options.out)):
         found.append(f"--out: {problem}")
     return [with_own_options(problem) for problem in dict.fromkeys(found)]
+
+
+def join_data(folders: list[str], _: NoOptions) -> int:
+    from spurline.data.prepare_parts import join_parts
+
+    index = join_parts(folders[0])
+    print(f"wrote {folders[0]}")
+    print(_table(index))
+    return 0
 
 
 def list_data(folders: list[str], _: NoOptions) -> int:
@@ -185,6 +216,7 @@ COMMANDS = {
     "prepare": Subcommand(
         "Tokenize text into a folder that training memory-maps.", "SOURCE ...", PREPARE, Prepare(), prepare_data
     ),
+    "join": Subcommand("Join the parts that several machines prepared.", "FOLDER", JOIN, NoOptions(), join_data),
     "ls": Subcommand("List the contents of a prepared folder.", "FOLDER", LS, NoOptions(), list_data),
     "verify": Subcommand("Verify the checksums of a prepared folder.", "FOLDER", VERIFY, NoOptions(), verify_data),
 }

@@ -60,9 +60,14 @@ def main(argv: list[str]) -> int:
 
 def run(options: Options, train: list[str]) -> int:
     """Start the ranks; returns the exit code of the run."""
-    from spurline.launch.agent import LaunchError, run_ranks  # imports torch: only once the options are valid
     from spurline.train.exit_codes import ExitCode
 
+    quiet = "TORCH_CPP_LOG_LEVEL"  # of this process: a store that ended first is no news, and none of a stack trace
+    was_set = os.environ.setdefault(quiet, "FATAL")
+    from spurline.launch.agent import LaunchError, run_ranks  # imports torch: only once the options are valid
+
+    if was_set == "FATAL":
+        del os.environ[quiet]  # ranks have their own
     try:
         return run_ranks(options, [sys.executable, "-u", "-m", "spurline", "train", *train])
     except LaunchError as error:

@@ -160,7 +160,7 @@ def assert_nothing_is_left(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("workers", [1, 2])
 def test_full_disk_leaves_nothing_behind(folder, tmp_path, monkeypatch, workers):
-    real_write, num_written = module._HashedFile.write, []
+    real_write, num_written = module.HashedFile.write, []
 
     def write(self, content: bytes) -> None:
         num_written.append(len(content))
@@ -168,7 +168,7 @@ def test_full_disk_leaves_nothing_behind(folder, tmp_path, monkeypatch, workers)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real_write(self, content)
 
-    monkeypatch.setattr(module._HashedFile, "write", write)
+    monkeypatch.setattr(module.HashedFile, "write", write)
     with pytest.raises(ValueError, match=r"^can't write '.*out': No space left on device\. Nothing was written$"):
         prepare([Data(folder)], str(tmp_path / "out"), ByteTokenizer(), num_workers=workers)
     assert_nothing_is_left(tmp_path)

@@ -26,7 +26,11 @@ if [[ $1 == test ]]; then exit "${SHARED:-0}"; fi
 exec "$@"
 """
 SCONTROL = """#!/usr/bin/env bash
-if [[ $1 == requeue ]]; then echo "$2" >>"$NOTES/requeued"; else echo n1; echo n2; fi
+case "$1 $2" in
+"show hostnames") echo n1; echo n2 ;;
+"show job") echo "   JobState=${STATE:-RUNNING} Reason=None" ;;
+requeue*) echo "$2" >>"$NOTES/requeued" ;;
+esac
 """
 LAUNCHER = """#!/usr/bin/env bash
 printf '%s\\n' "$*" >"$NOTES/launched"
@@ -183,6 +187,13 @@ def test_exit_code_decides_whether_the_job_is_queued_again(
     printed: Callable[..., str], slurm: Slurm, code: str, restarts: str, expected: tuple[int, bool]
 ) -> None:
     assert slurm.run(printed(*BASIC), CODE=code, SLURM_RESTART_COUNT=restarts)[:2] == expected
+
+
+@pytest.mark.parametrize("code", ["75", "5", "143"])
+def test_job_that_was_canceled_or_preempted_is_left_to_slurm(
+    printed: Callable[..., str], slurm: Slurm, code: str
+) -> None:
+    assert slurm.run(printed(*BASIC), CODE=code, STATE="CANCELLED")[:2] == (int(code), False)
 
 
 @pytest.mark.parametrize(("number", "expected"), [(signal.SIGUSR1, "notice\n"), (signal.SIGTERM, "end\n")])

@@ -18,7 +18,8 @@ def test_run_that_lost_a_host_in_a_random_step_ends_like_an_undisturbed_one(tmp_
     seed = random.randrange(10**6)
     step = random.Random(seed).randrange(2, STEPS)
     print(f"seed {seed}: host b is lost in step {step}")
-    text = write_words(tmp_path)
+    (tmp_path / "text").mkdir()
+    text = write_words(tmp_path / "text")
     with Hosts() as hosts:
         train(hosts, text, tmp_path / "undisturbed")
         said = train_and_lose_a_host(hosts, text, tmp_path / "lost", step)

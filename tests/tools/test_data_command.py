@@ -80,7 +80,7 @@ def test_everything_that_is_wrong_is_told_before_anything_is_read(spurline, sour
         (["ls", "books", "web.jsonl"], "spurline data ls: expected one FOLDER, got 2: books web.jsonl"),
         (["ls", "books"], "spurline data ls: 'books' is not prepared data"),
         (["verify", "web.jsonl"], "spurline data verify: 'web.jsonl' is not prepared data"),
-        (["prepair"], "spurline data: there is no 'prepair'. Did you mean prepare? Choose from: prepare, ls, verify"),
+        (["prepair"], "spurline data: there is no 'prepair'. Did you mean prepare? Choose from: prepare, join, ls, "),
     ],
 )
 @pytest.mark.usefixtures("sources")
@@ -201,3 +201,40 @@ def test_help_and_errors_leave_torch_alone(tmp_path):
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
+
+
+def test_parts_are_prepared_apart_and_joined(spurline, sources):
+    command = ("data", "prepare", "books", "web.jsonl", "--text_field", "body", "--weights", "3,1")
+    whole = spurline(*command, "--out", "whole")
+    for number in (2, 1):
+        code, out, err = spurline(*command, "--out", "joined", "--part", f"{number}/2")
+        assert (code, out, err) == (0, f"wrote {sources / 'joined.parts' / f'00000{number}-of-000002'}\n", "")
+    code, out, err = spurline("data", "join", "joined")
+    assert (code, out, err) == (0, whole.out.replace("wrote whole", "wrote joined"), "")
+    names = sorted(os.listdir(sources / "whole"))
+    assert sorted(os.listdir(sources / "joined")) == names
+    assert all((sources / "whole" / name).read_bytes() == (sources / "joined" / name).read_bytes() for name in names)
+    assert spurline("data", "verify", "joined").code == 0
+
+
+@pytest.mark.parametrize(
+    ("part", "told"),
+    [
+        ("3", "--part must be a part and the number of parts, such as 3/16, got '3'"),
+        ("0/4", "--part 0/4: parts are counted from 1 to 4"),
+    ],
+)
+def test_bad_part_is_one_line(spurline, sources, part, told):
+    line = f"spurline data prepare: {told}\n"
+    assert spurline("data", "prepare", "books", "--out", "out", "--part", part) == (2, "", line)
+
+
+def test_part_that_is_there_and_parts_that_are_missing_are_one_line(spurline, sources):
+    first = ("data", "prepare", "books", "--out", "out", "--part", "1/2")
+    assert spurline(*first).code == 0
+    folder = sources / "out.parts" / "000001-of-000002"
+    again = f"spurline data prepare: '{folder}' is not empty: choose another folder, or remove it first\n"
+    assert spurline(*first) == (2, "", again)
+    missing = f"spurline data join: '{sources / 'out'}.parts': part 2 is missing of 2\n"
+    assert spurline("data", "join", "out") == (2, "", missing)
+    assert not (sources / "out").exists()
