@@ -56,12 +56,14 @@ def values(run: Run, name: str) -> list[float]:
 def numbers(run: Run) -> dict[str, tuple[str, str]]:
     """What the run came to, by name: a number, and what it is about."""
     found: dict[str, tuple[str, str]] = {}
+    if held_out := [r for r in run.records if isinstance(r.get("bits_per_byte"), int | float)]:
+        best = min(held_out, key=lambda record: record["bits_per_byte"])
+        found["Bits per byte"] = (f"{best['bits_per_byte']:.3f}", f"of held-out text, best, step {best['step']:,}")
     if losses := values(run, "loss"):
         found["Loss"] = (f"{losses[-1]:.3f}", "at the end")
-    for name, title in (("validation_loss", "Validation loss"), ("bits_per_byte", "Bits per byte")):
-        if known := [record for record in run.records if isinstance(record.get(name), int | float)]:
-            best = min(known, key=lambda record: record[name])
-            found[title] = (f"{best[name]:.3f}", f"best, step {best['step']:,}")
+    if validation := [r for r in run.records if isinstance(r.get("validation_loss"), int | float)]:
+        best = min(validation, key=lambda record: record["validation_loss"])
+        found["Validation loss"] = (f"{best['validation_loss']:.3f}", f"best, step {best['step']:,}")
     if tokens := values(run, "tokens_seen"):
         found["Tokens"] = (short(tokens[-1]), "seen")
     if rates := values(run, "tokens_per_second"):
