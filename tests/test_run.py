@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import random
 import signal
@@ -54,6 +55,7 @@ TINY_OPTIONS = [word for name, value in TINY.items() for word in (f"--{name}", v
 ROWS_A_STEP = 4 * 16 * 2
 # What a run repeats exactly; the others are time and memory.
 REPEATABLE = ("step", "loss", "balance_loss", "grad_norm", "lr", "expert_load", "tokens_seen", "validation_loss")
+HELD_OUT = {"validation_loss", "bits_per_byte"}
 
 
 class Outcome(NamedTuple):
@@ -134,9 +136,12 @@ def test_run_folder_has_every_step_and_a_config_that_loads(train, folder):
     records = metrics_of(folder / "run")
     assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert [record["tokens_seen"] for record in records] == [64 * step for step in range(1, 9)]
-    assert [record["step"] for record in records if "validation_loss" in record] == [3, 6, 8]
+    assert [record["step"] for record in records if HELD_OUT & record.keys()] == [3, 6, 8]
     for record in records:
-        assert record.keys() - {"validation_loss"} == {
+        if "validation_loss" in record:  # a byte a token
+            assert record["bits_per_byte"] == pytest.approx(record["validation_loss"] / math.log(2))
+    for record in records:
+        assert record.keys() - HELD_OUT == {
             *("step", "loss", "balance_loss", "grad_norm", "lr", "expert_load"),
             *("tokens_per_second", "tokens_seen", "peak_memory_bytes", "flops_per_second"),
             *("step_time", "data_wait", "step_time_parts", "routing"),
@@ -154,7 +159,7 @@ def test_plain_output_tells_how_it_went_and_where_it_is(train):
     steps = [line for line in lines if line.startswith("step ")]
     assert len(steps) == 8
     assert all(" loss " in line and " tok/s" in line and " load " in line for line in steps)
-    assert [" val " in line for line in steps] == [False] * 7 + [True]
+    assert [" bpb " in line and " val " in line for line in steps] == [False] * 7 + [True]
     (sample,) = [i for i, line in enumerate(lines) if line.startswith("sample (")]
     assert lines[sample + 1].startswith("ten")
     assert lines[-2:] == ["run folder: run", "report: run/report.html"]

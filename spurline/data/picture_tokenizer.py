@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import numpy.typing as npt
 
 from spurline.data.tokenizer import Decoder, Tokenizer, Tokens
@@ -19,6 +20,10 @@ class PictureTokenizer:
         self.vocab_size = max(text.vocab_size, max(self.picture_ids) + 1)
         self.boundary_id = text.boundary_id
         self.fingerprint = f"{text.fingerprint} with pictures"
+
+    @property
+    def token_bytes(self) -> npt.NDArray[np.int64]:
+        return np.pad(self._text.token_bytes, (0, self.vocab_size - self._text.vocab_size))
 
     def picture(self, num_features: int) -> list[int]:
         return [self.start_id, *[self.feature_id] * num_features, self.end_id]

@@ -14,9 +14,11 @@ from spurline.data.formats import Advance, Document, read_file
 from spurline.data.hf_datasets import dataset_problems, is_dataset, num_rows, read_dataset
 from spurline.data.prepared_index import is_prepared, load_index
 
-# Folders that are not library code, and files that differ between builds of the same Python version.
+# Folders that are not library code, and files that differ between builds of the same Python version. Among encodings
+# are a hundred tables that hardly differ: one that is held out would be known from those that are not.
 _NOT_STDLIB = (
     *("site-packages", "dist-packages", "__pycache__", "_bundled", "test", "tests", "idlelib", "lib2to3"),
+    *("encodings", "pydoc_data"),
     *("config-*", "_sysconfigdata*", "sitecustomize.py", "usercustomize.py"),
 )
 

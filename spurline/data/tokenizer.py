@@ -33,6 +33,11 @@ class Tokenizer(Protocol):
         """Tokenizers with equal fingerprints produce the same ids."""
         ...
 
+    @property
+    def token_bytes(self) -> npt.NDArray[np.int64]:
+        """Bytes of UTF-8 text that each id stands for (V,): 0 for special tokens."""
+        ...
+
     def encode(self, text: str) -> Tokens:
         """Text to ids (N,) of `token_dtype(vocab_size)`, without a boundary token."""
         ...
@@ -72,6 +77,7 @@ class ByteTokenizer:
     boundary_id = 256
     vocab_size = 257
     fingerprint = "bytes"
+    token_bytes = (np.arange(257) < 256).astype(np.int64)
 
     def encode(self, text: str) -> Tokens:
         """Text to ids, without a boundary token; lone surrogates become question marks."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from spurline.data.token_bytes import Counts, count_bytes
 from spurline.data.tokenizer import Decoder, TextDecoder, Tokens, token_dtype
 from spurline.untrusted import read_bytes, read_json, reason
 
@@ -71,6 +73,10 @@ class FileTokenizer:
     @property
     def fingerprint(self) -> str:
         return hashlib.sha256(f"{self.boundary_token}\0{self.content}".encode()).hexdigest()
+
+    @cached_property
+    def token_bytes(self) -> Counts:
+        return count_bytes(self._tokenizer, self.vocab_size)
 
     def token_id(self, name: str) -> int | None:
         """The id of a token such as <|vision_start|>, or None."""

@@ -82,6 +82,13 @@ CHARTS = [
         noisy=True,
         from_zero=False,
     ),
+    Chart(
+        "bits_per_byte",
+        "Bits per byte",
+        "of held-out text, comparable across tokenizers",
+        [Curve("", _field("bits_per_byte"), dots=True)],
+        from_zero=False,
+    ),
     Chart("lr", "Learning rate", "", _curve("lr")),
     Chart("grad_norm", "Gradient norm", "before clipping", _curve("grad_norm"), noisy=True),
     Chart("throughput", "Throughput", "tokens a second", _curve("tokens_per_second"), noisy=True),
@@ -120,7 +127,7 @@ def draw_curves(runs: list[Run]) -> list[dict[str, Any]]:
 
 # What the charts above and the tables of the page show, or leave out on purpose.
 _SHOWN = {
-    *("step", "loss", "validation_loss", "balance_loss", "grad_norm", "lr", "expert_load", "warnings"),
+    *("step", "loss", "validation_loss", "bits_per_byte", "balance_loss", "grad_norm", "lr", "expert_load", "warnings"),
     *("tokens_per_second", "tokens_seen", "peak_memory_bytes", "flops_per_second", "mfu", "padded_rows"),
     *("step_time", "data_wait", "step_time_parts"),
 }

@@ -18,7 +18,7 @@ from spurline.train.replicas import ReplicaCheck
 from spurline.train.step_back import SpikeWatch
 from spurline.train.stop_signal import StopSignal
 from spurline.train.trainer import Trainer
-from spurline.train.validation import has_validation, validation_loss
+from spurline.train.validation import Validation, has_validation, validate
 from spurline.train.watchdog import STEP
 
 
@@ -62,8 +62,9 @@ class TrainingLoop:
         with self.trainer.prefetching(steps):
             for step in steps:
                 metrics = self.step(step)
-                loss = self.validate() if self.is_validation_due(step) else None
-                logged_loss = self.logger.log(metrics, loss) if self.is_log_due(step) else None
+                held_out = self.validate() if self.is_validation_due(step) else None
+                logged_loss = self.logger.log(metrics, held_out) if self.is_log_due(step) else None
+                loss = None if held_out is None else held_out.loss
                 self.refuse_unless_finite(step, loss)
                 spike_began = self.spikes.wants_step_back(step, logged_loss, self.checkpoints.latest)
                 stopping = self.should_stop(spike_began)
@@ -99,10 +100,10 @@ class TrainingLoop:
         due = step == self.last_step or bool(interval and step % interval == 0) or for_checkpoint
         return due and has_validation(self.trainer)
 
-    def validate(self) -> float | None:
+    def validate(self) -> Validation | None:
         self.mark(self.position.step, "validation")
         with self.logger.throughput.paused():
-            return validation_loss(self.trainer)
+            return validate(self.trainer)
 
     def refuse_unless_finite(self, step: int, loss: float | None) -> None:
         if loss is not None and not math.isfinite(loss):

@@ -16,11 +16,12 @@ _DROP_ORDER = (
     "lr",
     "grad",
     "memory",
+    "val",
     "bar",
     "load",
-    "val",
     "rate",
     "eta",
+    "bpb",
 )  # when the line is too long for the terminal
 
 
@@ -39,7 +40,7 @@ class Progress:
         self._clock = clock
         self._step = 0
         self._fields = {"step": "waiting for the first step"}
-        self._validation_loss: float | None = None
+        self._held_out = {"bpb": "", "val": ""}
         self._first: tuple[int, float] | None = (
             None  # step and time of the first update, from which the ETA is computed
         )
@@ -77,16 +78,22 @@ class Progress:
         memory_bytes: int | None = None,
         expert_load: float | None = None,
         validation_loss: float | None = None,
+        bits_per_byte: float | None = None,
         grad_norm: float | None = None,
         lr: float | None = None,
     ) -> None:
-        """Show the state after `step`. `expert_load` is the busiest expert's rows over the mean."""
+        """Show the state after `step`. `expert_load` is the busiest expert's rows over the mean; `bits_per_byte`, which
+        comes with a validation loss, is of held-out text."""
         previous_step, self._step = self._step, step
-        self._validation_loss = self._validation_loss if validation_loss is None else validation_loss
+        if validation_loss is not None:
+            self._held_out = {
+                "bpb": "" if bits_per_byte is None else f"bpb {_four_digits(bits_per_byte)}",
+                "val": f"val {_four_digits(validation_loss)}",
+            }
         self._fields = {
             "step": f"{step:{len(str(self._total_steps))}}/{self._total_steps}",
             "loss": f"loss {_four_digits(loss)}",
-            "val": "" if self._validation_loss is None else f"val {_four_digits(self._validation_loss)}",
+            **self._held_out,
             "rate": f"{_short_count(tokens_per_second):>4} tok/s",
             "eta": self._eta(),
             "memory": "" if memory_bytes is None else _short_bytes(memory_bytes),
@@ -101,7 +108,7 @@ class Progress:
         if is_first_or_last or validation_loss is not None or step // every > previous_step // every:
             shown = {key: text for key, text in self._fields.items() if key not in ("grad", "lr")}
             if validation_loss is None:
-                shown["val"] = ""  # each value is printed once
+                shown["val"] = shown["bpb"] = ""  # each value is printed once
             self.log("step " + _joined(shown))
 
     def _eta(self) -> str:

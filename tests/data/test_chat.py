@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import transformers
 from chats import CHATS, FORGETFUL, MARKED, TOOLS, UNMARKED, assistant, tokenizer_folder, user, write_chats
 
@@ -20,6 +21,7 @@ from spurline.data.chat_samples import ChatFormat, chat_format, encode
 from spurline.data.chat_template import ChatTemplate
 from spurline.data.conversations import read_conversation
 from spurline.data.tokenizer import ByteTokenizer
+from spurline.train.validation import count_text_bytes
 
 
 @pytest.fixture
@@ -324,3 +326,17 @@ def test_conversations_as_text_are_refused_with_the_option_for_them(folder: Path
     data = data_of(tmp_path, chats(2), kind="text")
     with pytest.raises(ValueError, match=r"conversations are read with --data\.kind chat, and are not prepared"):
         open_data(data, 64, seed=0)
+
+
+def test_only_answers_count_as_text_of_held_out_conversations(tmp_path: Path, folder: Path) -> None:
+    answers = [f"answer \N{SNOWMAN} number {i}" for i in range(40)]
+    chats = [{"messages": [user(f"question {i}?"), assistant(answer)]} for i, answer in enumerate(answers)]
+    path = write_chats(tmp_path / "chats.jsonl", chats)
+    data = open_data(Data(path=str(path), kind="chat", tokenizer=str(folder), validation_fraction=0.2), 64, seed=0)
+    assert data.validation is not None
+    token_bytes_V = torch.from_numpy(data.tokenizer.token_bytes)
+    (batch,) = data.validation.batches(10**6, 1)
+    learned = batch.labels_BL[batch.labels_BL != IGNORE_INDEX]
+    text = data.tokenizer.decode(learned)  # without <|im_end|>, which ends each answer
+    assert set(text.split("answer")) <= {"", *(answer.removeprefix("answer") for answer in answers)}
+    assert count_text_bytes(batch.labels_BL, token_bytes_V) == len(text.encode()) > 0

@@ -43,6 +43,7 @@ def run_plain(total_steps, steps=None, validate_at=(), seconds_per_step=1.0):
                 memory_bytes=1_234_000_000,
                 expert_load=1.349,
                 validation_loss=2.2008 if step in validate_at else None,
+                bits_per_byte=1.5876 if step in validate_at else None,
                 grad_norm=0.5,
                 lr=1e-3,
             )
@@ -60,7 +61,7 @@ def live_line(progress, width):
 def test_plain_line_reads_as_promised():
     lines = run_plain(150, validate_at=[50], seconds_per_step=0.125)
     assert lines[0] == "step   1/150  loss 2.134  9.8k tok/s  1.2 GB  load 1.35"
-    assert "step  50/150  loss 2.134  val 2.201  9.8k tok/s  eta 0:13  1.2 GB  load 1.35" in lines
+    assert "step  50/150  loss 2.134  bpb 1.588  val 2.201  9.8k tok/s  eta 0:13  1.2 GB  load 1.35" in lines
     assert lines[-1] == "step 150/150  loss 2.134  9.8k tok/s  eta 0:00  1.2 GB  load 1.35"
 
 
@@ -111,7 +112,7 @@ def updated_progress(total_steps=150, step=50):
     clock = Clock()
     progress = Progress(total_steps, terminal(80), clock=clock)
     common = {"tokens_per_second": 9812.0, "memory_bytes": 812e6, "expert_load": 1.35, "grad_norm": 0.83, "lr": 4e-3}
-    progress.update(step - 10, loss=2.5, validation_loss=2.201, **common)
+    progress.update(step - 10, loss=2.5, validation_loss=2.201, bits_per_byte=1.588, **common)
     clock.now += 10
     progress.update(step, loss=2.134, **common)
     return progress
@@ -119,16 +120,16 @@ def updated_progress(total_steps=150, step=50):
 
 def test_live_line_at_80_columns_has_everything_the_run_is_judged_by():
     line = live_line(updated_progress(), 80)
-    assert line.split("━")[-1].strip() == "50/150  loss 2.134  val 2.201  9.8k tok/s  eta 1:40  812 MB  load 1.35"
+    assert line.split("━")[-1].strip() == "50/150  loss 2.134  bpb 1.588  9.8k tok/s  eta 1:40  load 1.35"
 
 
-def test_live_line_at_120_columns_adds_gradient_norm_and_learning_rate():
-    assert live_line(updated_progress(), 120).rstrip().endswith("load 1.35  grad 0.83  lr 4.0e-03")
+def test_live_line_at_130_columns_adds_gradient_norm_and_learning_rate():
+    assert live_line(updated_progress(), 130).rstrip().endswith("load 1.35  grad 0.83  lr 4.0e-03")
 
 
 def test_narrow_live_line_keeps_step_and_loss_longest():
     progress = updated_progress(total_steps=150_000, step=5000)
-    assert live_line(progress, 40).strip() == "5000/150000  loss 2.134  eta 40:16:40"
+    assert live_line(progress, 40).strip() == "5000/150000  loss 2.134  bpb 1.588"
     assert live_line(progress, 30).strip() == "5000/150000  loss 2.134"
 
 

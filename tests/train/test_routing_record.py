@@ -83,11 +83,11 @@ def test_other_weights_visit_the_recorded_experts(text: Path, recorded: tuple[Pa
 
 
 def test_validation_between_steps_is_not_on_the_tape(text: Path, recorded: tuple[Path, list[dict[str, Any]]]) -> None:
-    from spurline.train.validation import validation_loss
+    from spurline.train.validation import validate
 
     trainer = make_trainer(config(text, replay_routing=str(recorded[0])))
     plain = make_trainer(config(text))
-    assert validation_loss(trainer) == validation_loss(plain)
+    assert validate(trainer) == validate(plain)
 
 
 def test_what_does_not_fit_is_one_line(text: Path, recorded: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from spurline.testing.tiny import tiny_model, write_words
 from spurline.train.loss import IGNORE_INDEX
 from spurline.train.sample import sample_text
 from spurline.train.trainer import make_trainer
-from spurline.train.validation import validation_loss
+from spurline.train.validation import validate
 
 SEQ_LEN, NUM_EXPERTS, TOP_K = 16, 4, 2
 MOE_LAYERS = ["layers.1.moe", "layers.2.moe"]
@@ -232,7 +232,7 @@ def test_validation_leaves_no_trace_in_the_training(tiny):
     config = tiny(moe={"aux_loss": "sequence", "bias_update_rate": 1e-3})
     with_validation, without = make_trainer(config), make_trainer(config)
     for step in (1, 2, 3):
-        validation_loss(with_validation)
+        validate(with_validation)
         sample_text(with_validation)
         assert with_validation.step(step).read() == without.step(step).read()
     assert_same_bits(state_of(with_validation), state_of(without))
@@ -331,7 +331,7 @@ def test_validation_loss_is_the_mean_over_held_out_tokens_whatever_the_batches(t
         tokens_NL = torch.cat([batch.tokens_BL for batch in batches])
         labels_NL = torch.cat([batch.labels_BL for batch in batches])
         expected = F.cross_entropy(trainer.model(tokens_NL).flatten(0, 1), labels_NL.flatten()).item()
-        assert validation_loss(trainer) == pytest.approx(expected, rel=1e-6)
+        assert validate(trainer).loss == pytest.approx(expected, rel=1e-6)
     # The first of the two has a last batch that is smaller, so that a mean of means would differ.
     assert len(trainer.data.validation.windows) % 4
 
@@ -340,14 +340,14 @@ def test_validation_runs_in_eval_mode_without_gradients_and_training_does_not(ti
     trainer = make_trainer(tiny())
     seen = []
     trainer.model.register_forward_pre_hook(lambda model, _: seen.append((model.training, torch.is_grad_enabled())))
-    validation_loss(trainer)
+    validate(trainer)
     trainer.step(1)
     assert seen == [(False, False)] * 3 + [(True, True)]
 
 
 def test_no_validation_where_nothing_is_held_out_or_none_is_wanted(tiny):
-    assert validation_loss(make_trainer(tiny(data={"validation_fraction": 0.0}))) is None
-    assert validation_loss(make_trainer(tiny(metrics={"validation_batches": 0}))) is None
+    assert validate(make_trainer(tiny(data={"validation_fraction": 0.0}))) is None
+    assert validate(make_trainer(tiny(metrics={"validation_batches": 0}))) is None
 
 
 def test_sample_follows_the_prompt_and_is_the_same_each_time(tiny):
@@ -421,7 +421,7 @@ def test_compiled_parts_train_like_eager_ones_without_recompiling(tiny, componen
         graphs.append(num_graphs())
     # One for each kind of block, one for the loss.
     assert graphs == [2 * ("model" in components) + ("loss" in components)] * 4
-    assert validation_loss(trainer) == pytest.approx(validation_loss(eager), abs=1e-5)
+    assert validate(trainer).loss == pytest.approx(validate(eager).loss, abs=1e-5)
     after_validation = num_graphs()
     assert sample_text(trainer) == sample_text(eager)
     trainer.step(5)

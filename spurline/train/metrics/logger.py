@@ -13,6 +13,7 @@ from spurline.train.metrics.throughput import Throughput
 from spurline.train.metrics.training_health import TrainingHealth
 from spurline.train.metrics.writers import AllWriters
 from spurline.train.progress import Progress
+from spurline.train.validation import Validation
 
 if TYPE_CHECKING:
     from spurline.train.trainer import Trainer
@@ -37,9 +38,9 @@ class MetricsLogger:
         self._tally, self._logged_tokens = trainer.tally, trainer.tally.tokens_seen
         self.throughput = Throughput()
 
-    def log(self, metrics: StepMetrics, validation_loss: float | None) -> float:
+    def log(self, metrics: StepMetrics, held_out: Validation | None) -> float:
         """Read the metrics of a step, which all ranks do together, and hand them on; returns the loss."""
-        record = self._record(metrics, validation_loss)
+        record = self._record(metrics, held_out)
         if warnings := self._health.check(record):
             record["warnings"] = warnings
         for warning in warnings:
@@ -51,14 +52,15 @@ class MetricsLogger:
             tokens_per_second=record["tokens_per_second"],
             memory_bytes=record["peak_memory_bytes"],
             expert_load=max((layer["load"] for layer in record["routing"].values() if "load" in layer), default=None),
-            validation_loss=validation_loss,
+            validation_loss=record.get("validation_loss"),
+            bits_per_byte=record.get("bits_per_byte"),
             grad_norm=record["grad_norm"],
             lr=record["lr"],
         )
         loss: float = record["loss"]
         return loss
 
-    def _record(self, metrics: StepMetrics, validation_loss: float | None) -> dict[str, Any]:
+    def _record(self, metrics: StepMetrics, held_out: Validation | None) -> dict[str, Any]:
         offered = metrics.read()
         tokens_seen = self._tally.tokens_seen
         self.throughput.add(tokens_seen - self._logged_tokens)
@@ -69,7 +71,8 @@ class MetricsLogger:
             "tokens_seen": tokens_seen,
             "peak_memory_bytes": peak_memory_bytes(self._device),
             **self._timer.read(),
-            **({} if validation_loss is None else {"validation_loss": validation_loss}),
+            **({} if held_out is None else {"validation_loss": held_out.loss}),
+            **({} if held_out is None or held_out.bits_per_byte is None else {"bits_per_byte": held_out.bits_per_byte}),
             **compute_rate(tokens_per_second, self._flops_per_token, self._peak_flops),
             **self._padded_rows.read(),
             **({"bad_steps": self._bad_steps.count} if self._bad_steps.count else {}),
