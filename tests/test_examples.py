@@ -126,7 +126,7 @@ def test_family_trains_and_writes(monkeypatch, capsys, tmp_path: Path) -> None:
     assert (
         main(["generate", "outputs/my_moe_tiny", "--prompt", "x", "--max_tokens", "3", "--import", "my_moe_pack"]) == 0
     )
-    steps = [json.loads(line) for line in Path("outputs/my_moe_tiny/metrics.jsonl").read_text().splitlines()]
+    steps = [json.loads(line) for line in Path("outputs/my_moe_tiny/0001/metrics.jsonl").read_text().splitlines()]
     assert [list(step["expert_load"]) for step in steps] == [["layers.1.moe"]] * 2
 
 

@@ -320,9 +320,13 @@ def test_checkpoint_of_another_model_is_refused_and_the_run_stays_as_it_was(trai
     assert {path: path.read_bytes() for path in (folder / "run").rglob("*") if path.is_file()} == before
 
 
-def test_run_without_checkpoints_starts_its_metrics_anew(train, folder):
+def test_run_without_checkpoints_does_not_touch_another_one(train, folder):
     train("--debug.stop_after", "5")
-    train("--debug.stop_after", "2")
+    code, _, err, _ = train("--debug.stop_after", "2")
+    assert (code, len(err.splitlines())) == (2, 1)
+    assert "run holds another run (up to step 5): choose another --job.dump_folder, or replace it with" in err
+    assert [record["step"] for record in metrics_of(folder / "run")] == [1, 2, 3, 4, 5]
+    assert train("--debug.stop_after", "2", "--job.overwrite").code == 0
     assert [record["step"] for record in metrics_of(folder / "run")] == [1, 2]
 
 

@@ -12,17 +12,27 @@ from spurline.typed_json import ADDED_LATER
 @dataclass(frozen=True)
 class Job:
     dump_folder: str = ""
-    """Folder for everything the run writes (empty: outputs/<config>)."""
+    """Folder for everything the run writes, and for this run alone: the same command resumes it (empty: a new,
+    numbered one in job.runs_folder)."""
+    runs_folder: str = field(default="", metadata=ADDED_LATER)
+    """Folder of numbered runs: each run has the next number, and `latest` is a link to the last (empty:
+    outputs/<config>)."""
+    resume: str = field(default="", metadata=ADDED_LATER)
+    """Continue this run from its newest checkpoint: its folder, or `latest`. Without --config, its options are those
+    of its config.json."""
     allow_changes: bool = field(default=False, metadata=ADDED_LATER)
     """Resume although options or data that change the run differ from the checkpoint's; each difference is listed."""
     overwrite: bool = field(default=False, metadata=ADDED_LATER)
-    """Start at step 1 and replace the run that is in the folder, with its checkpoints."""
+    """Start at step 1 and replace the run that is in job.dump_folder, with its checkpoints."""
     max_same_failures: int = field(default=4, metadata=ADDED_LATER)
     """Do not start a run with checkpoints again after this many failures in a row at the same step with the same
     error; from the second on it steps back to an older checkpoint (0: no limit)."""
 
     def problems(self) -> list[str]:
-        return at_least(self, max_same_failures=0)
+        found = at_least(self, max_same_failures=0)
+        if self.overwrite and self.resume:
+            found.append("overwrite and resume exclude each other")
+        return found
 
 
 @dataclass(frozen=True)

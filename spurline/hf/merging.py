@@ -16,6 +16,7 @@ from spurline.config_io import ConfigError
 from spurline.hf.accounting import target_dtype
 from spurline.hf.folder import TOKENIZER_FOLDER, new_folder
 from spurline.lora.adapters import A, B, LowRank
+from spurline.run_folders import find_run
 from spurline.train.base_model import base_problems, base_step, check_base
 from spurline.train.checkpoint.fingerprint import fingerprint_by_name
 from spurline.train.checkpoint.manager import CheckpointManager
@@ -67,7 +68,7 @@ def open_adapted_run(run: Path, step: int | None = None, sign_key: bytes | None 
     if step is None:
         raise ValueError(f"{checkpoints.folder} has no complete checkpoint: train with --checkpoint.enable")
     adapters, of_base = checkpoints.open(step), base_step(config)
-    base = CheckpointManager(config.lora.base, interval=1, keep_latest_k=0).open(of_base)
+    base = CheckpointManager(find_run(config.lora.base), interval=1, keep_latest_k=0).open(of_base)
     shapes = {name: entry.shape for name, entry in base.layout.tensors.items() if name.startswith("model.")}
     of_weights = fingerprint_by_name(shapes, base.read_tensor)
     now = {"base": {"folder": config.lora.base, "step": of_base, "fingerprint": of_weights}}
@@ -91,7 +92,8 @@ def merge_run(
         for name in names
     }
     config = replace(adapted.config, lora=Lora(), job=Job(dump_folder=f"{out}"))
-    tokenizer = Path(adapted.config.lora.base) / TOKENIZER_FOLDER
+    config = replace(config, checkpoint=replace(config.checkpoint, enable=True, initial_load_path=f"{out}"))
+    tokenizer = find_run(adapted.config.lora.base) / TOKENIZER_FOLDER
     with new_folder(out) as folder:
         if tokenizer.is_dir():
             shutil.copytree(tokenizer, folder / TOKENIZER_FOLDER)

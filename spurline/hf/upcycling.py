@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from spurline import config_io
-from spurline.config import Checkpoint, Job, RunConfig
+from spurline.config import Job, RunConfig
 from spurline.hf.accounting import model_shapes
 from spurline.hf.folder import TOKENIZER_FOLDER, new_folder
 from spurline.hf.importing import import_folder
@@ -121,7 +121,7 @@ def _upcycle_run(
             config,
             model=model,
             job=Job(dump_folder=f"{out}"),
-            checkpoint=Checkpoint(True, config.checkpoint.interval, config.checkpoint.keep_latest_k),
+            checkpoint=replace(config.checkpoint, enable=True, initial_load_path=f"{out}"),
             data=_copy_tokenizer(run, folder, out, config),
         )
         config_io.save(folder / "config.json", family, preset, of_run)

@@ -41,6 +41,25 @@ def meet(timeout_seconds: int = 0) -> Meeting:
     return Meeting(rank, size, dist.PrefixStore(prefix, store), dist.PrefixStore(prefix, store.clone()))
 
 
+class LauncherStore:
+    """torchrun's own key-value store, which outlives restarts; empty where something else has started the process."""
+
+    def __init__(self) -> None:
+        self.restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        self._store: dist.Store | None = None
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            self._store = dist.PrefixStore("spurline/job", dist.TCPStore(host, port, is_master=False))
+
+    def get(self, key: str) -> str:
+        """What was set by this attempt or an earlier one; empty if nothing was."""
+        return self._store.get(key).decode() if self._store is not None and self._store.check([key]) else ""
+
+    def set(self, key: str, value: str) -> None:
+        if self._store is not None:
+            self._store.set(key, value)
+
+
 def refuse_different_options(meeting: Meeting, options: Mapping[str, str]) -> None:
     """Raise the same ValueError on all ranks if they were started with different options, or run different code.
 

@@ -10,9 +10,9 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
+from spurline.run_folders import find_run
 from spurline.tools.console import human
 from spurline.tools.parsing import described
 from spurline.tools.subcommands import Subcommand, run_subcommand
@@ -198,7 +198,7 @@ def _newest_intact(folder: CheckpointFolder) -> int | None:
 
 
 def _folder(run: str, sign_key_file: str = "") -> CheckpointFolder:
-    folder = CheckpointFolder(Path(run).expanduser(), read_key(sign_key_file))
+    folder = CheckpointFolder(find_run(run), read_key(sign_key_file))
     if not folder.named_steps():
         raise ValueError(f"{folder.path} has no checkpoints: give the folder of a run trained with --checkpoint.enable")
     return folder

@@ -12,6 +12,7 @@ import tyro
 from rich.console import Console
 
 from spurline.config_io import ConfigError
+from spurline.run_folders import find_run
 from spurline.spelling import did_you_mean
 from spurline.tools.console import complain
 from spurline.tools.parsing import UserPackage, described, load_user_code, parse, split_options
@@ -182,7 +183,7 @@ def main(argv: list[str]) -> int:
         problems.append(f"--max_shard_size: {command.max_shard_size!r} is not a size such as 5GB or 500MB")
     if problems:
         return complain(prog, problems)
-    return _run(prog, command, Path(folders[0]).expanduser(), Path(folders[1]).expanduser())
+    return _run(prog, command, find_run(folders[0]), Path(folders[1]).expanduser())
 
 
 def _without_folders(argv: list[str]) -> tuple[list[str], list[str]]:

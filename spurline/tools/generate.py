@@ -16,6 +16,7 @@ from spurline import config_io
 from spurline.config import RunConfig
 from spurline.config_io import ConfigError
 from spurline.models.common.sampling import Sampling
+from spurline.run_folders import find_run
 from spurline.tools.console import complain
 from spurline.tools.parsing import UserPackage, described, load_user_code, parse, split_options
 from spurline.tools.train import raised_by_us
@@ -122,7 +123,7 @@ def _parse_command(argv: list[str]) -> tuple[Path, Command]:
         problems.append(f"expected one run folder first, as in {PROG} outputs/my_run --prompt TEXT{got}")
     if problems := problems + command.problems():
         raise ConfigError(problems)
-    return Path(before[0]), command
+    return find_run(before[0]), command
 
 
 def read_prompts(path: str) -> list[str]:

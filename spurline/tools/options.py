@@ -10,13 +10,14 @@ from typing import Annotated, Any, Generic, TypeVar
 
 import tyro
 
-from spurline.config import RunConfig
+from spurline.config import Job, RunConfig
 from spurline.config.presets import PRESETS
 from spurline.config_io import ConfigError, family_of, load, not_among, preset_problems
 from spurline.data import check_data
 from spurline.hf.settings import run_config_for
 from spurline.models import family_configs
 from spurline.parallel.degrees import degree_problems
+from spurline.run_folders import LATEST, find_run, latest_run
 from spurline.tools.parsing import UserPackage, described, load_user_code, parse, split_options, wants_help
 from spurline.train.base_model import base_problems
 from spurline.train.checkpoint.folder import CheckpointFolder
@@ -94,7 +95,8 @@ def resolve_command(
         argv = before + [token for option in given if not option.name.startswith("model.") for token in option.tokens]
     of_model: Any = kind[RunConfig[type(model)]]  # type: ignore[misc, index]
     command, not_understood = parse(of_model, start, argv, prog, _description(start, prog, examples))
-    command = replace(command, run_config=_with_folder(command.run_config, command.config))
+    run_config = _without_unused_weights(_with_folder(command.run_config, command.config), named)
+    command = replace(command, run_config=run_config)
     problems += not_understood + problems_of(command)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
@@ -104,6 +106,9 @@ def resolve_command(
 def _starting_point(named: dict[str, str], kind: type[C]) -> tuple[C, list[str]]:
     """The preset or config file that the options override, and errors; generic defaults if there is none."""
     module, config, file = (named.get(name, "") for name in ("module", "config", "config_file"))
+    resumed = named.get("job.resume", "")
+    if resumed not in ("", LATEST) and not (module or config or file):
+        file = str(find_run(resumed) / "config.json")
     general = kind(run_config=_with_folder(RunConfig(model=UnknownModel()), "<config>"))
     weights = named.get(INITIAL_LOAD, "")
     if weights and not (module or config or file):
@@ -114,16 +119,46 @@ def _starting_point(named: dict[str, str], kind: type[C]) -> tuple[C, list[str]]
             return general, problems
         run_config = _with_folder(family_configs(module)[config](), config)
         return kind(module=module, config=config, run_config=run_config), []
+    file = str(_config_file(file))
     try:
         of_file = load(file, may_be_partial=True)
     except ConfigError as error:
         return general, error.problems
-    start = kind(module=of_file[0], config=of_file[1], config_file=file, run_config=of_file[2])
+    run_config = _as_a_new_run(of_file[2]) if _is_of_a_run(Path(file), of_file[2].job) else of_file[2]
+    start = kind(module=of_file[0], config=of_file[1], config_file=file, run_config=run_config)
     return start, [
         f"--{name} {given}: {file} has {name} {recorded}; omit --{name}"
         for name, given, recorded in (("module", module, start.module), ("config", config, start.config))
         if given not in ("", recorded)
     ]
+
+
+def _config_file(name: str) -> Path:
+    """The file that is meant: that of a run, or of the latest run, may be named by the folder."""
+    file = Path(name).expanduser()
+    if file.is_dir():
+        return find_run(file) / "config.json"
+    return file if file.exists() else find_run(file.parent) / file.name
+
+
+def _is_of_a_run(file: Path, job: Job) -> bool:
+    """Whether a config file is that of a run, and no file of one's own."""
+    if any((file.parent / name).exists() for name in ("metrics.jsonl", "checkpoints")):
+        return True
+    return bool(job.dump_folder) and Path(job.dump_folder).resolve() == file.parent.resolve()
+
+
+def _as_a_new_run(run_config: RunConfig[Any]) -> RunConfig[Any]:
+    """The config of a run for another one, which has a folder of its own."""
+    job = replace(run_config.job, dump_folder="", resume="", overwrite=False, allow_changes=False)
+    return replace(run_config, job=job)
+
+
+def _without_unused_weights(run_config: RunConfig[Any], named: dict[str, str]) -> RunConfig[Any]:
+    """Adapters have their base: the weights that a config file names are for a run without them."""
+    if not run_config.lora.rank or INITIAL_LOAD in named:
+        return run_config
+    return replace(run_config, checkpoint=replace(run_config.checkpoint, initial_load_path=""))
 
 
 def _start_from_weights(path: str, general: C, kind: type[C]) -> tuple[C, list[str]]:
@@ -132,14 +167,15 @@ def _start_from_weights(path: str, general: C, kind: type[C]) -> tuple[C, list[s
         source = find_source(path)
         out = f"outputs/{source.name}-tuned"
         if source.run_folder is None:
-            module, config, run_config = run_config_for(source.path, out)
+            module, config, run_config = run_config_for(source.path, "")
         else:
             module, config, run_config = load(source.run_folder / "config.json")
     except ConfigError as error:
         return general, error.problems
     except ValueError as error:
         return general, [str(error)]
-    run_config = replace(run_config, job=replace(run_config.job, dump_folder=out))
+    run_config = _as_a_new_run(run_config)
+    run_config = replace(run_config, job=replace(run_config.job, runs_folder=out))
     return kind(module=module, config=config, run_config=run_config), []
 
 
@@ -152,17 +188,26 @@ def _with_preset(start: C, name: str) -> tuple[C, list[str]]:
 
 
 def _with_folder(run_config: RunConfig[Any], config: str) -> RunConfig[Any]:
-    if run_config.job.dump_folder:
-        return run_config
-    return replace(run_config, job=replace(run_config.job, dump_folder=f"outputs/{config}"))
+    """With the folder of numbered runs, that of the run if it is to be resumed, and the other runs by their numbers."""
+    job = replace(run_config.job, runs_folder=run_config.job.runs_folder or f"outputs/{config}")
+    if job.resume and not job.dump_folder:
+        run = latest_run(job.runs_folder) if job.resume == LATEST else find_run(job.resume)
+        job = replace(job, dump_folder=str(run or ""))
+    lora, load = run_config.lora, run_config.checkpoint.initial_load_path
+    if lora.base and (base := latest_run(lora.base)):
+        lora = replace(lora, base=str(base))
+    if load and (weights := latest_run(load)):
+        load = str(weights)
+    return replace(run_config, job=job, lora=lora, checkpoint=replace(run_config.checkpoint, initial_load_path=load))
 
 
 def run_problems(config: RunConfig[Any]) -> list[str]:
     """Everything that prevents a run with this config from starting on this machine."""
-    found = config.problems() + check_data(config.data) + folder_problems(config.job.dump_folder)
+    folder = config.job.dump_folder or config.job.runs_folder
+    found = config.problems() + check_data(config.data) + folder_problems(folder) + resume_problems(config)
     found += initial_load_problems(config)
     if config.checkpoint.enable and not found:
-        found += folder_problems(str(CheckpointFolder(config.job.dump_folder).path))
+        found += folder_problems(str(CheckpointFolder(folder).path))
     return found + base_problems(config) + _degree_problems(config)
 
 
@@ -176,6 +221,22 @@ def _degree_problems(config: RunConfig[Any]) -> list[str]:
         return []
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     return degree_problems(config.parallelism, world_size, model=config.model, training=config.training)
+
+
+def resume_problems(config: RunConfig[Any]) -> list[str]:
+    """Why the run that is to be resumed can't be."""
+    job = config.job
+    if not job.resume:
+        return []
+    if not config.checkpoint.enable:
+        return ["job.resume needs checkpoint.enable"]
+    if not job.dump_folder:
+        return [f"job.resume {LATEST}: there is no run in {job.runs_folder}"]
+    if job.resume != LATEST and find_run(job.resume) != Path(job.dump_folder):
+        return [f"job.resume {job.resume} and job.dump_folder {job.dump_folder} are two folders: give one of the two"]
+    if not CheckpointFolder(job.dump_folder).steps():
+        return [f"job.resume {job.resume}: {job.dump_folder} has no complete checkpoint"]
+    return []
 
 
 def folder_problems(folder: str) -> list[str]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import tyro
 
 from spurline import config_io
 from spurline.config_io import ConfigError
+from spurline.run_folders import find_run
 from spurline.tools.console import complain
 from spurline.tools.parsing import UserPackage, described, load_user_code, parse, split_options
 from spurline.tools.train import raised_by_us
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
     if problems:
         return complain(PROG, problems)
     try:
-        folder = Path(before[0])
+        folder = find_run(before[0])
         _, _, config = config_io.load(folder / "config.json")
 
         from spurline.train.checkpoint.signature import read_key

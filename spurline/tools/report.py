@@ -10,6 +10,7 @@ from typing import Annotated
 import tyro
 
 from spurline.files import write_file
+from spurline.run_folders import find_run
 from spurline.tools.console import complain
 from spurline.tools.parsing import described, parse
 from spurline.tools.subcommands import take_arguments
@@ -84,6 +85,7 @@ def write_report(folders: list[str], out: str = "") -> Path:
     from spurline.report.page import make_page
     from spurline.report.read import read_runs
 
+    folders = [str(find_run(folder)) for folder in folders]
     page = make_page(read_runs(folders))
     path = Path(out) if out else Path(folders[0]) / "report.html"
     if path.is_dir():

@@ -13,6 +13,7 @@ import tyro
 from spurline import config_io
 from spurline.config_io import ConfigError
 from spurline.files import write_file
+from spurline.run_folders import find_run
 from spurline.tools.console import complain
 from spurline.tools.parsing import UserPackage, described, load_user_code, parse
 from spurline.tools.subcommands import take_arguments
@@ -65,7 +66,7 @@ def main(argv: list[str]) -> int:
     if problems:
         return complain(PROG, problems)
     try:
-        return _show(Path(arguments[0]), arguments[1] if len(arguments) > 1 else "", command)
+        return _show(find_run(arguments[0]), arguments[1] if len(arguments) > 1 else "", command)
     except ConfigError as error:
         return complain(PROG, error.problems)
     except ValueError as error:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Generic, TypeVar
 from spurline.config import RunConfig
 from spurline.hardware import Hardware, hardware_named
 from spurline.parallel.degrees import degree_problems
+from spurline.run_folders import find_run
 from spurline.simulate.routing import RoutingModel, balanced, measured, zipf
 from spurline.tools.options import RunCommand
 from spurline.tools.parsing import described
@@ -59,7 +60,7 @@ def routing_of(command: SimulationCommand[Any]) -> RoutingModel:
     if name == "balanced":
         return balanced()
     if name != "zipf":
-        return measured(command.routing)
+        return measured(str(find_run(command.routing)))
     moe = getattr(command.run_config.model, "moe", None)
     try:
         power = float(exponent or 1.0)

@@ -120,7 +120,7 @@ def describe_cost(config: RunConfig[Any], world_size: int) -> str:
             f"compute     {human_flops(flops)} per token, {human_flops(flops * tokens)} per step,"
             f" {human_flops(flops * tokens * training.steps)} in total (forward and backward)",
             *([stages] if stages else []),
-            f"run folder  {config.job.dump_folder}",
+            f"run folder  {config.job.dump_folder or config.job.runs_folder + '/<number>'}",
         ]
     )
 

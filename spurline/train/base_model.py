@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from spurline import config_io
 from spurline.config import RunConfig
 from spurline.config_io import ConfigError
+from spurline.run_folders import find_run
 from spurline.train.checkpoint.folder import CheckpointFolder
 
 if TYPE_CHECKING:
@@ -24,10 +25,11 @@ def base_problems(config: RunConfig[Any]) -> list[str]:
     lora = config.lora
     if not lora.rank or not lora.base:
         return []
-    about, folder = f"lora.base {lora.base}:", Path(lora.base)
+    about, folder = f"lora.base {lora.base}:", find_run(lora.base)
     if not (folder / "config.json").is_file():
         return [f"{about} not a run folder; import a Hugging Face model with `spurline convert from-hf`"]
-    if os.path.realpath(folder) == os.path.realpath(config.job.dump_folder):
+    own = config.job.dump_folder
+    if own and os.path.realpath(folder) == os.path.realpath(own):
         return [f"{about} adapters need a run folder of their own: choose another --job.dump_folder"]
     try:
         _, _, of_base = config_io.load(folder / "config.json")
@@ -43,7 +45,7 @@ def base_problems(config: RunConfig[Any]) -> list[str]:
 
 def base_step(config: RunConfig[Any]) -> int:
     """The step of the base model's checkpoint; a ValueError if there is none."""
-    files = CheckpointFolder(config.lora.base)
+    files = CheckpointFolder(find_run(config.lora.base))
     if config.lora.base_step >= 0:
         files.complete(config.lora.base_step)
         return config.lora.base_step
@@ -60,7 +62,8 @@ def load_base(model: nn.Module, config: RunConfig[Any]) -> dict[str, Any]:
     from spurline.train.checkpoint.state import base_tensors
 
     step = base_step(config)
-    checkpoints = CheckpointManager(config.lora.base, interval=1, keep_latest_k=0, model_config=asdict(config.model))
+    base = find_run(config.lora.base)
+    checkpoints = CheckpointManager(base, interval=1, keep_latest_k=0, model_config=asdict(config.model))
     checkpoints.load(step, model, None, base_tensors)
     return {"base": {"folder": config.lora.base, "step": step, "fingerprint": fingerprint(base_tensors(model))}}
 

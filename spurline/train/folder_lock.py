@@ -51,6 +51,13 @@ class FolderLock:
                 os.fsync(file.fileno())
                 self._is_owned = True
 
+    def owned_by(self) -> str:
+        """Why the folder can't be taken, in one line; empty if it can."""
+        try:
+            return self._why_owned(self.path.read_text(encoding="utf-8", errors="replace")[:10_000])
+        except OSError:
+            return ""
+
     def beat(self) -> None:
         """Show that the owner is alive; cheap enough to be called often. A disk that fails is not the run's end."""
         if self._is_owned and time.monotonic() >= self._next_beat:

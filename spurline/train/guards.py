@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -37,8 +37,11 @@ class Guard:
         self._log: RankLog | None = None
         self._contexts = ExitStack()
 
-    def own_folder(self, trainer: Trainer) -> None:
-        """Become the owner of the folder, which exists; a FolderInUseError on all ranks if another job is."""
+    def own_folder(self, trainer: Trainer, prepare: Callable[[], None] = lambda: None) -> None:
+        """Become the owner of the folder, which exists; a FolderInUseError on all ranks if another job is.
+
+        Then the first rank prepares it, before anything is written to it.
+        """
 
         def take() -> str:
             try:
@@ -49,6 +52,7 @@ class Guard:
 
         if problem := Ranks().first(take):
             raise FolderInUseError(problem)
+        Ranks().first(prepare)
         self.watchdog.on_beat = self._lock.beat
         self.watchdog.module_names = {id(module): name for name, module in trainer.model.named_modules() if name}
         self.watchdog.phase_of_step = lambda: trainer.timer.current

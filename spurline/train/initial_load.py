@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -10,6 +9,7 @@ from typing import Any, Literal
 from spurline.config import RunConfig
 from spurline.config_io import ConfigError, load
 from spurline.hf.settings import CONFIG, model_differences, read_folder_model, read_json
+from spurline.run_folders import find_run, is_numbered
 from spurline.train.checkpoint.folder import CheckpointFolder
 from spurline.train.checkpoint.record import RECORD
 
@@ -29,12 +29,13 @@ class WeightSource:
 
     @property
     def name(self) -> str:
-        return (self.run_folder or self.path).resolve().name
+        folder = (self.run_folder or self.path).resolve()
+        return folder.parent.name if is_numbered(folder) else folder.name
 
 
 def find_source(path: str) -> WeightSource:
     """What the folder is; a ValueError of one line if no weights can be taken from it."""
-    folder = Path(os.path.expanduser(path))
+    folder = find_run(path)
     if not folder.is_dir():
         raise ValueError(f"{OPTION} {path}: there is no such folder")
     if (folder / RECORD).is_file():  # RUN/checkpoints/step-00000100
@@ -57,7 +58,8 @@ def _steps(run_folder: Path) -> list[int]:
 
 def has_own_checkpoint(config: RunConfig[Any]) -> bool:
     """Whether the run is going to resume, so that other weights are of no use."""
-    return config.checkpoint.enable and bool(CheckpointFolder(config.job.dump_folder).steps())
+    folder = config.job.dump_folder
+    return config.checkpoint.enable and bool(folder) and bool(CheckpointFolder(folder).steps())
 
 
 def initial_load_problems(config: RunConfig[Any]) -> list[str]:
@@ -67,7 +69,8 @@ def initial_load_problems(config: RunConfig[Any]) -> list[str]:
         return []
     try:
         source = find_source(path)
-        if source.run_folder is not None and source.run_folder.resolve() == Path(config.job.dump_folder).resolve():
+        own = config.job.dump_folder
+        if own and source.run_folder is not None and source.run_folder.resolve() == Path(own).resolve():
             return [f"{OPTION} {path} is the run folder itself: choose another --job.dump_folder"]
         theirs = _model_of(source)
     except ConfigError as error:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
+from spurline.config import RunConfig
 from spurline.moe.dispatch.capacity import capacity_factors
 from spurline.train.agreement import Agreement
 from spurline.train.checkpoint.manager import CheckpointManager
@@ -20,6 +22,11 @@ from spurline.train.stop_signal import StopSignal
 from spurline.train.trainer import Trainer
 from spurline.train.validation import Validation, has_validation, validate
 from spurline.train.watchdog import STEP
+
+
+def last_step(config: RunConfig[Any]) -> int:
+    """The step after which the run ends."""
+    return min(config.debug.stop_after or config.training.steps, config.training.steps)
 
 
 class TrainingLoop:
@@ -43,7 +50,7 @@ class TrainingLoop:
         self.trainer, self.logger, self.checkpoints = trainer, logger, checkpoints
         self.stop_signal, self.position, self.mark = stop_signal, position, mark
         self.config = config = trainer.config
-        self.last_step = min(config.debug.stop_after or config.training.steps, config.training.steps)
+        self.last_step = last_step(config)
         self.profiler = make_profiler(trainer)
         self.replicas = ReplicaCheck(trainer.model, trainer.world, config.debug.check_replicas_interval)
         self.spikes = spikes

@@ -17,6 +17,7 @@ from spurline.models.common.init import initialize_buffers, initialize_parameter
 from spurline.parallel.world import World
 from spurline.train.base_model import load_base
 from spurline.train.checkpoint.manager import CheckpointManager
+from spurline.train.initial_load import has_own_checkpoint
 from spurline.train.initial_weights import load_initial_weights
 from spurline.train.optimizer.build import build_optimizer
 from spurline.train.trainer import Trainer, make_trainer
@@ -77,7 +78,7 @@ def sweep(
     """
     trainer = make_trainer(config, world, draw_weights=False)
     checkpoints = CheckpointManager(config.job.dump_folder, interval=1, keep_latest_k=0, say=say)
-    newest = checkpoints.latest() if config.checkpoint.enable else None
+    newest = checkpoints.latest() if has_own_checkpoint(config) else None
     for lr in rates:
         initialize_buffers(trainer.model)
         if config.lora.rank:

@@ -31,13 +31,13 @@ from spurline.train.fingerprint import check_fingerprint
 from spurline.train.freezing import num_trained
 from spurline.train.guards import Guard
 from spurline.train.initial_weights import load_initial_weights
-from spurline.train.loop import TrainingLoop
+from spurline.train.loop import TrainingLoop, last_step
 from spurline.train.metrics.logger import MetricsLogger
 from spurline.train.metrics.writers import open_writers
 from spurline.train.position import Position, stored_position
 from spurline.train.progress import Progress
 from spurline.train.rank_options import options_of_rank
-from spurline.train.run_folder import check_run_folder, make_run_folder, overwrite, set_aside
+from spurline.train.run_folder import claimed_folder, how_to_resume, own, start_anew, with_folder
 from spurline.train.sample import append_sample, sample_text
 from spurline.train.setup import weights_changed
 from spurline.train.step_back import SpikeWatch, step_back
@@ -54,7 +54,6 @@ class Ended(NamedTuple):
 
 def train(module: str, config_name: str, config: RunConfig[Any]) -> Ended:
     """Run the whole job, which fills its folder: config.json, metrics.jsonl and, if asked for, checkpoints."""
-    folder = Path(config.job.dump_folder)
     keeps_memory = config.training.keep_freed_memory and keep_freed_memory()
     with (
         joined_world(
@@ -64,18 +63,17 @@ def train(module: str, config_name: str, config: RunConfig[Any]) -> Ended:
             lambda: options_of_rank(module, config_name, config),
         ) as world,
         Progress(config.training.steps, enabled=world.is_first) as progress,
-        Guard(world, folder, config.comm.watchdog_seconds, progress) as guard,
+        claimed_folder(config) as claim,
+        Guard(world, claim.folder, config.comm.watchdog_seconds, progress) as guard,
         ExitStack() as signals,
     ):
+        folder, config = claim.folder, with_folder(config, claim.folder)
         if config.compile.enable and config.compile.backend == "inductor":
             for path in remove_broken_libraries():
                 progress.log(f"removed {path} from the compile cache: a killed process had left it incomplete")
-        Ranks().first(lambda: check_run_folder(folder, config.job, config.checkpoint.enable))
         trainer = make_trainer(config, world, draw_weights=False)
-        Ranks().first(lambda: make_run_folder(folder))
         stop_signal = signals.enter_context(StopSignal())
-        guard.own_folder(trainer)
-        Ranks().first(lambda: overwrite(folder, config.job))
+        guard.own_folder(trainer, lambda: own(folder, config.job, claim.is_restart))
         checkpoints = open_checkpoints(folder, config, progress.log)
         if config.lora.rank:
             trainer.base = load_base(trainer.model, config)
@@ -87,11 +85,13 @@ def train(module: str, config_name: str, config: RunConfig[Any]) -> Ended:
         lines = first_weights(trainer, start)
         if start is None:
             start = Position()
-            if moved := Ranks().first(lambda: set_aside(folder)):
-                progress.log(moved)
+            Ranks().first(lambda: start_anew(folder))
         weights_changed(trainer.model)
         for line in [*describe(config_name, trainer, start, keeps_memory), *lines]:
             progress.log(line)
+        if start.step >= last_step(config):
+            progress.log(f"all {start.step} steps have been taken: a larger --training.steps takes more")
+            return Ended(folder)
         if world.is_first:
             config_io.save(folder / "config.json", module, config_name, config)
         spikes, mark = SpikeWatch(trainer, progress.log), guard.watchdog.mark
@@ -137,7 +137,7 @@ def take_steps(
             loop.run()
         if not loop.is_finished and not loop.spike_began:
             can_resume = config.checkpoint.enable
-            hint = "run the same command to resume" if can_resume else "checkpoints are off, so it can't be resumed"
+            hint = how_to_resume(config) if can_resume else "checkpoints are off, so it can't be resumed"
             name = signal.Signals(loop.stopped_by).name
             progress.log(f"stopped after step {loop.position.step} ({name} received); {hint}")
     return loop

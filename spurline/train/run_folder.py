@@ -1,30 +1,138 @@
-"""The folder of a run that starts: whether it may, and what becomes of an earlier run that is in it. Free of torch."""
+"""The folder of a run that starts: which one it is, whether the run may have it, and that all ranks see it.
+
+The first rank decides, the others learn it. torchrun's store remembers the folder, so that restarted ranks go on in it
+whatever has been started beside them since.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
 import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from spurline.config import Job
+from spurline import config_io
+from spurline.config import Job, RunConfig
+from spurline.parallel.rendezvous import LauncherStore, name_ranks
+from spurline.run_folders import claim_number, is_run, numbered_runs, set_latest
 from spurline.train.checkpoint.folder import CheckpointFolder
+from spurline.train.checkpoint.ranks import Ranks
+from spurline.train.exit_codes import FolderInUseError
+from spurline.train.folder_lock import FolderLock
+from spurline.train.metrics.jsonl import last_step
 
-PREVIOUS = "previous"
-"""Where an earlier run goes: a run folder in the run folder, which `spurline report` can show."""
+SECONDS_TO_SEE = 6.0
+"""How long a rank looks for what the first one has written: network file systems may show it late."""
 _OF_A_RUN = (
-    *("metrics.jsonl", "expert_load.bin", "config.json", "samples.jsonl", "report.html", "tensorboard"),
-    "bad_steps.jsonl",
+    *("metrics.jsonl", "expert_load.bin", "config.json", "samples.jsonl", "report.html", "tensorboard", "wandb"),
+    *("bad_steps.jsonl", "routing.html"),
 )
+_STORE_KEY = "run_folder"
 
 
-def check_run_folder(folder: Path, job: Job, resumes: bool) -> None:
-    """Refuse to start at step 1 beside the checkpoints of an earlier run; `resumes`: whether checkpoints are on."""
-    steps = CheckpointFolder(folder).steps()
-    if steps and not resumes and not job.overwrite:
+class Claim(NamedTuple):
+    """The folder of this run."""
+
+    folder: Path
+    is_restart: bool = False
+    """Whether ranks that torchrun has started before have used it: then it goes on, whatever is in it."""
+    in_use: str = ""
+    """Why another job has it, if one does."""
+
+
+@contextmanager
+def claimed_folder(config: RunConfig[Any], store: LauncherStore | None = None) -> Iterator[Claim]:
+    """The folder of the run, which exists and which all ranks see; a ValueError on all of them if there is none.
+
+    A folder that was made for the run and is still empty at the end of the block is removed.
+    """
+    ranks = Ranks()
+    made: list[Path] = []
+
+    def claim() -> Claim:
+        missing = _missing(Path(config.job.dump_folder or config.job.runs_folder))
+        claim = decide_folder(config, store or LauncherStore())
+        make_run_folder(claim.folder)
+        made.extend(missing if config.job.dump_folder else [claim.folder, *missing])
+        return claim
+
+    found = ranks.first(claim)
+    try:
+        if found.in_use:
+            raise FolderInUseError(found.in_use)
+        refuse_unless_shared(found.folder, ranks)
+        yield found
+    finally:
+        for folder in made:
+            with contextlib.suppress(OSError):  # it is not empty
+                folder.rmdir()
+
+
+def with_folder(config: RunConfig[Any], folder: Path) -> RunConfig[Any]:
+    return replace(config, job=replace(config.job, dump_folder=str(folder)))
+
+
+def decide_folder(config: RunConfig[Any], store: LauncherStore) -> Claim:
+    """Which folder the run has, on the first rank; a ValueError if the one that it names is that of another run."""
+    job, restarted = config.job, store.restarts > 0
+    if remembered := store.get(_STORE_KEY):
+        return Claim(Path(remembered), is_restart=True)
+    if job.dump_folder:
+        folder = Path(job.dump_folder)
+        if not restarted:
+            if in_use := FolderLock(folder).owned_by():
+                return Claim(folder, in_use=in_use)
+            refuse_other_run(folder, config)
+    elif restarted:
+        raise ValueError(
+            "this restart does not know the folder of the run, as torchrun's store does not outlive restarts here:"
+            " give --job.dump_folder"
+        )
+    else:
+        try:
+            folder = claim_number(job.runs_folder)
+        except OSError as error:
+            raise ValueError(f"job.runs_folder {job.runs_folder}: can't make a folder: {error.strerror}") from None
+    store.set(_STORE_KEY, str(folder))
+    return Claim(folder, restarted)
+
+
+def refuse_other_run(folder: Path, config: RunConfig[Any]) -> None:
+    """A ValueError if the folder has a run that this one would change, and is not meant to go on with."""
+    job, steps = config.job, CheckpointFolder(folder).steps()
+    if numbered_runs(folder):
+        raise ValueError(
+            f"job.dump_folder {folder} has numbered runs in it: choose a folder of its own, or omit the option for the"
+            " next number"
+        )
+    if job.overwrite or not is_run(folder):
+        return
+    ways_out = "choose another --job.dump_folder, or replace it with --job.overwrite"
+    if steps and not config.checkpoint.enable:
         raise ValueError(
             f"job.dump_folder {folder} has a run with checkpoints up to step {steps[-1]}, and checkpoint.enable is off:"
-            " resume it with --checkpoint.enable, choose another --job.dump_folder, or replace it with --job.overwrite"
+            f" resume it with --checkpoint.enable, {ways_out}"
         )
+    if not steps and not (config.checkpoint.enable and _was_killed_early(folder, config)):
+        taken = last_step(folder / "metrics.jsonl")
+        raise ValueError(f"job.dump_folder {folder} holds another run (up to step {taken}): {ways_out}")
+
+
+def _was_killed_early(folder: Path, config: RunConfig[Any]) -> bool:
+    """Whether the folder is that of the same command, which has come to no checkpoint: it starts again."""
+    try:
+        _, _, then = config_io.load(folder / "config.json")
+    except config_io.ConfigError:
+        return False
+    is_unfinished = last_step(folder / "metrics.jsonl") < config.training.steps
+    return is_unfinished and replace(then, job=config.job) == config
 
 
 def make_run_folder(folder: Path) -> None:
@@ -34,22 +142,82 @@ def make_run_folder(folder: Path) -> None:
         raise ValueError(f"job.dump_folder {folder}: can't make this folder: {error.strerror}") from None
 
 
-def overwrite(folder: Path, job: Job) -> None:
-    """With --job.overwrite, remove the checkpoints in the folder, which must be this job's own."""
+def refuse_unless_shared(folder: Path, ranks: Ranks) -> None:
+    """A ValueError on all ranks if one of them does not see what the first one writes to the folder."""
+    if ranks.size == 1:
+        return
+    name = f".seen-by-all-{secrets.token_hex(8)}"
+    token = folder / ranks.first(lambda: _written(folder / name))
+    try:
+        seen = ranks.gather(lambda: (_sees(token), socket.gethostname(), folder.absolute()))
+    finally:
+        if ranks.rank == 0:
+            token.unlink(missing_ok=True)
+    blind = [rank for rank, (sees, _, _) in enumerate(seen) if not sees]
+    if blind:
+        hosts = ", ".join(sorted({seen[rank][1] for rank in blind}))
+        raise ValueError(
+            f"{name_ranks(blind)} (on {hosts}) can't see the run folder {seen[0][2]} that rank 0 (on"
+            f" {seen[0][1]}) has made, or can't write to it: choose a --job.dump_folder on a disk that all nodes share,"
+            " and start all ranks in the same working directory"
+        )
+
+
+def _written(token: Path) -> str:
+    token.touch()
+    return token.name
+
+
+def _sees(token: Path, sleep: Callable[[float], None] = time.sleep) -> bool:
+    deadline = time.monotonic() + SECONDS_TO_SEE
+    while True:
+        for parent in reversed(token.parents):
+            # Listing a folder anew makes a network file system forget that something was not there.
+            with contextlib.suppress(OSError), os.scandir(parent) as entries:
+                next(entries, None)
+        if token.exists():
+            return os.access(token.parent, os.W_OK | os.X_OK)
+        if time.monotonic() > deadline:
+            return False
+        sleep(0.2)
+
+
+def overwrite(folder: Path, job: Job, is_restart: bool) -> None:
+    """With --job.overwrite, remove the run in the folder, which must be this job's own."""
     # torchrun starts the same command again after a failure, which then resumes.
-    if job.overwrite and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    if job.overwrite and not is_restart:
+        for name in ("checkpoints", "logs", "profile"):
+            shutil.rmtree(folder / name, ignore_errors=True)
+        (folder / "failures.jsonl").unlink(missing_ok=True)
+        start_anew(folder)
 
 
-def set_aside(folder: Path) -> str:
-    """Move the run that is in the folder, if there is one, to its subfolder `previous`; returns a line about that."""
-    metrics, previous = folder / "metrics.jsonl", folder / PREVIOUS
-    has_lines = metrics.is_file() and metrics.stat().st_size > 0
-    if not has_lines and not (folder / "bad_steps.jsonl").exists():
-        return ""
-    shutil.rmtree(previous, ignore_errors=True)
-    previous.mkdir()
+def start_anew(folder: Path) -> None:
+    """Remove what the run has written before it came to its first checkpoint."""
+    if not is_run(folder):
+        return
     for name in _OF_A_RUN:
-        if (folder / name).exists():
-            (folder / name).rename(previous / name)
-    return f"the earlier run in this folder is now in {previous}"
+        path = folder / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def how_to_resume(config: RunConfig[Any]) -> str:
+    folder, runs = config.job.dump_folder, config.job.runs_folder
+    if runs and Path(folder).parent == Path(runs):
+        return f"resume it by the same command and --job.resume {folder}"
+    return "run the same command to resume"
+
+
+def own(folder: Path, job: Job, is_restart: bool) -> None:
+    """What the first rank does once the folder is this job's."""
+    overwrite(folder, job, is_restart)
+    set_latest(folder)
+
+
+def _missing(folder: Path) -> list[Path]:
+    """The folders that are to be made for this one, itself first."""
+    absolute = folder.absolute()
+    return [path for path in (absolute, *absolute.parents) if not os.path.lexists(path)]

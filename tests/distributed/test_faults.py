@@ -106,8 +106,10 @@ def test_killed_stopped_and_failing_ranks_are_named_and_the_restarted_run_ends_b
         "stop@exchange:step=5,rank=1,attempt=1",
         "raise@forward:step=7,rank=1,attempt=2",
     ]
-    folder = tmp_path / "run"
-    process = start("./run_train.sh", *options(text, folder), NGPU="2", RESTARTS="3", SPURLINE_FAULTS=";".join(faults))
+    # All attempts share the number that the first one has claimed, also when `latest` names another run since.
+    folder = tmp_path / "runs" / "0001"
+    numbered = [*options(text, Path()), "--job.dump_folder=", "--job.runs_folder", str(folder.parent)]
+    process = start("./run_train.sh", *numbered, NGPU="2", RESTARTS="3", SPURLINE_FAULTS=";".join(faults))
     out, err = process.communicate(timeout=1500)
     assert process.returncode == 0, err
     console = out + err
@@ -132,6 +134,7 @@ def test_killed_stopped_and_failing_ranks_are_named_and_the_restarted_run_ends_b
 
     ranks.run(run_here, 2, config_of(text, tmp_path / "undisturbed"))
     assert run_result(folder) == run_result(tmp_path / "undisturbed")
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["0001", "latest"]
 
 
 def rank_alone(start: Start, rank: int, port: int, *arguments: str) -> subprocess.Popen[str]:

@@ -58,11 +58,14 @@ def test_a_model_comes_is_trained_and_goes(spurline, theirs, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("a spur line is a side track that carries some of the traffic\n" * 60)
     options = ["--training.steps", "2", "--training.threads", "1", "--metrics.sample_tokens", "0"]
-    assert spurline("train", "--config-file", "run/config.json", "--data.path", str(text), *options).code == 0
-    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    train = ("train", "--config-file", "run/config.json", "--data.path", str(text), "--job.dump_folder", "tuned")
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    assert spurline(*train, *options).code == 0
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+    metrics = [json.loads(line) for line in (tmp_path / "tuned" / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in metrics] == [1, 2]
 
-    code, out, err = spurline("convert", "to-hf", "run", "back", "--verify", "--dtype", "bfloat16")
+    code, out, err = spurline("convert", "to-hf", "tuned", "back", "--verify", "--dtype", "bfloat16")
     assert (code, err) == (0, "")
     assert out.splitlines()[0].startswith("DeepseekV3ForCausalLM, step 2: ")
     assert out.splitlines()[1].startswith("verified: ")

@@ -28,7 +28,7 @@ def test_preset_is_taken_as_it_is_but_for_the_folder():
     command = resolve(PRESET)
     assert (command.module, command.config, command.dry_run) == ("deepseek_v3", "deepseek_v3_debugmodel", False)
     preset = deepseek_v3_debugmodel()
-    assert command.run_config == replace(preset, job=replace(preset.job, dump_folder=FOLDER))
+    assert command.run_config == replace(preset, job=replace(preset.job, runs_folder=FOLDER))
 
 
 def test_options_change_the_preset():
@@ -124,7 +124,56 @@ def test_folder_that_was_asked_for_is_kept(folder):
 
 
 def test_empty_folder_means_the_default_one():
-    assert resolved("--job.dump_folder=").job.dump_folder == FOLDER
+    assert resolved("--job.dump_folder=").job == resolved().job
+    assert resolved().job.runs_folder == FOLDER
+    assert resolved("--job.runs_folder", "mine").job.runs_folder == "mine"
+
+
+@pytest.fixture
+def earlier_run(tmp_path):
+    """outputs/deepseek_v3_debugmodel/0001: a run with seed 7 and a checkpoint."""
+    run = tmp_path / FOLDER / "0001"
+    (run / "checkpoints" / "step-00000004").mkdir(parents=True)
+    (run / "checkpoints" / "step-00000004" / "checkpoint.json").write_text("{}")
+    config = resolved("--training.seed", "7", "--checkpoint.enable")
+    job = replace(config.job, dump_folder=f"{FOLDER}/0001", overwrite=True)
+    save(run / "config.json", "deepseek_v3", "deepseek_v3_debugmodel", replace(config, job=job))
+    return run
+
+
+@pytest.mark.parametrize("name", ["0001/config.json", "0001", "latest/config.json", "config.json", ""])
+def test_config_file_of_a_run_begins_one_with_a_folder_of_its_own(earlier_run, name):
+    os.symlink("0001", earlier_run.with_name("latest"))
+    config = resolve(["--config-file", f"{FOLDER}/{name}"]).run_config
+    assert config.training.seed == 7
+    assert (config.job.dump_folder, config.job.runs_folder, config.job.overwrite) == ("", FOLDER, False)
+
+
+def test_config_file_of_ones_own_may_name_the_folder(tmp_path):
+    (tmp_path / "mine.yaml").write_text("config: deepseek_v3_debugmodel\njob: {dump_folder: my_run}\n")
+    assert resolve(["--config-file", "mine.yaml"]).run_config.job.dump_folder == "my_run"
+
+
+def test_run_is_resumed_with_its_own_options_or_with_those_of_the_command(earlier_run):
+    for name in (FOLDER, f"{FOLDER}/0001"):
+        config = resolve(["--job.resume", name, "--training.steps", "9"]).run_config
+        assert (config.training.seed, config.training.steps) == (7, 9)
+        assert (config.job.dump_folder, config.job.overwrite) == (f"{FOLDER}/0001", False)
+    config = resolved("--job.resume", "latest", "--checkpoint.enable")
+    assert (config.training.seed, config.job.dump_folder) == (0, f"{FOLDER}/0001")
+
+
+def test_run_that_can_not_be_resumed_is_one_line(problems, earlier_run):
+    on = "--checkpoint.enable"
+    assert problems("--job.resume", "latest", on, "--job.runs_folder", "none") == [
+        "job.resume latest: there is no run in none"
+    ]
+    assert problems("--job.resume", FOLDER, on, "--job.dump_folder", "other") == [
+        f"job.resume {FOLDER} and job.dump_folder other are two folders: give one of the two"
+    ]
+    (earlier_run / "checkpoints" / "step-00000004" / "checkpoint.json").unlink()
+    assert problems("--job.resume", FOLDER, on) == [f"job.resume {FOLDER}: {FOLDER}/0001 has no complete checkpoint"]
+    assert problems("--job.resume", FOLDER, "--checkpoint.no_enable") == ["job.resume needs checkpoint.enable"]
 
 
 def test_all_problems_are_told_together(problems):

@@ -34,7 +34,8 @@ def test_trainer_gets_the_names_and_the_resolved_config(train, trainer):
     ((module, config_name, run_config),) = trainer.calls
     assert (module, config_name) == ("deepseek_v3", "deepseek_v3_debugmodel")
     assert run_config.training.steps == 3
-    assert run_config.job.dump_folder == "outputs/deepseek_v3_debugmodel"
+    assert run_config.job.dump_folder == ""
+    assert run_config.job.runs_folder == "outputs/deepseek_v3_debugmodel"
     assert not run_config.model.moe.force_load_balance
 
 
@@ -94,7 +95,7 @@ def test_dry_run_prints_the_config_and_its_cost_and_writes_nothing(train, traine
         f"tokens      {tokens:,} per step ({sequences} sequences of 64), {tokens * 10:,} in 10 steps",
         f"compute     {human_flops(flops)} per token, {human_flops(flops * tokens)} per step,"
         f" {human_flops(flops * tokens * 10)} in total (forward and backward)",
-        "run folder  outputs/deepseek_v3_debugmodel",
+        "run folder  outputs/deepseek_v3_debugmodel/<number>",
     ]
     words = re.search(r"^memory +(\S+) MiB per rank on an accelerator .*?([\d.]+) MiB optimizer state", memory)
     peak, state = words.groups()

@@ -65,11 +65,11 @@ def test_model_and_weights_come_from_the_folder(theirs: Path, capsys: pytest.Cap
     out = capsys.readouterr().out
     assert "weights of theirs (Qwen3MoeForCausalLM, 45 tensors); a fresh optimizer, step 0" in out
     assert "--preset finetune" not in out  # the rate is low
-    found, stored = weights("outputs/theirs-tuned", 3), load_file(theirs / "model.safetensors")
+    found, stored = weights("outputs/theirs-tuned/0001", 3), load_file(theirs / "model.safetensors")
     assert torch.equal(found["embedding.weight"], stored["model.embed_tokens.weight"])
     expert = stored["model.layers.1.mlp.experts.3.down_proj.weight"]
     assert torch.equal(found["layers.1.moe.experts.w2_EDF"][3], expert)
-    assert config_io.load("outputs/theirs-tuned/config.json")[2].training.seq_len == 16
+    assert config_io.load("outputs/theirs-tuned/0001/config.json")[2].training.seq_len == 16
 
 
 def test_a_high_rate_is_mentioned_with_the_preset_for_it(theirs: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,11 +84,11 @@ def test_a_run_that_resumes_ignores_the_folder_and_says_so(theirs: Path, capsys:
         path.unlink()
     theirs.rmdir()  # it is not needed any more
     capsys.readouterr()
-    assert main(["train", "--config-file", "outputs/theirs-tuned/config.json", "--debug.stop_after", "0"]) == 0
+    assert main(["train", "--job.resume", "outputs/theirs-tuned", "--debug.stop_after", "0"]) == 0
     out = capsys.readouterr().out
     assert "resuming from the checkpoint of step 2" in out
     assert "checkpoint.initial_load_path theirs is ignored: the run has weights of its own" in out
-    assert [line["step"] for line in lines_of("outputs/theirs-tuned")] == [1, 2, 3]
+    assert [line["step"] for line in lines_of("outputs/theirs-tuned/0001")] == [1, 2, 3]
 
 
 def test_weights_of_a_run_begin_another_at_step_0(theirs: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,11 +139,11 @@ def test_a_folder_that_does_not_fit_is_one_line_before_anything_starts(
 def test_finetune_is_a_low_rate_and_routing_that_stays(theirs: Path) -> None:
     start = ["train", "--checkpoint.initial_load_path", "theirs", "--preset", "finetune", *COMMON]
     assert main([*start, "--optimizer.lr", "1e-2", "--lr_scheduler.warmup_steps", "1"]) == 0
-    config = config_io.load("outputs/theirs-tuned/config.json")[2]
+    config = config_io.load("outputs/theirs-tuned/0001/config.json")[2]
     assert (config.optimizer.lr, config.optimizer.weight_decay) == (1e-2, 0.0)  # one's own options come last
     assert (config.lr_scheduler.decay_type, config.lr_scheduler.decay_ratio) == ("cosine", 1.0)
     assert (config.model.moe.bias_update_rate, config.model.moe.aux_loss) == (0.0, "none")
-    found, stored = weights("outputs/theirs-tuned", 3), load_file(theirs / "model.safetensors")
+    found, stored = weights("outputs/theirs-tuned/0001", 3), load_file(theirs / "model.safetensors")
     gate = stored["model.layers.0.mlp.gate.weight"]
     assert torch.equal(found["layers.0.moe.router.gate_ED"], gate)
     assert not torch.equal(found["embedding.weight"], stored["model.embed_tokens.weight"])

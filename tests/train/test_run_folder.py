@@ -1,28 +1,33 @@
-"""A run that starts in the folder of an earlier one loses nothing of it without a word."""
+"""A run never changes the folder of another one."""
 
 import json
+import os
+import shutil
+import socket
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from spurline.config import Job
+from spurline.testing import RankPool
 from spurline.testing.tiny import tiny_run, write_words
+from spurline.train import run_folder
 from spurline.train.run import train
+from spurline.train.run_folder import claimed_folder
 
 
 @pytest.fixture
-def run(tmp_path, capsys):
-    """Trains two steps in one folder, with options of sections; returns what it says."""
+def run(tmp_path, monkeypatch, capsys):
+    """Trains two steps, by default in the folder `run`; returns what it says."""
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "text").mkdir()
     write_words(tmp_path / "text")
     quick = {"sample_tokens": 4, "validation_batches": 0, "tensorboard": True}
 
-    def run(overwrite=False, steps=2, seed=0, **checkpoint):
+    def run(job=Job("run"), steps=2, seed=0, **checkpoint):  # noqa: B008 (immutable)
         config = tiny_run(
-            tmp_path / "text",
-            job=Job(str(tmp_path / "run"), overwrite=overwrite),
-            checkpoint={"interval": 2, **checkpoint},
-            metrics=quick,
+            tmp_path / "text", job=job, checkpoint={"enable": False, "interval": 2, **checkpoint}, metrics=quick
         )
         config = replace(config, training=replace(config.training, steps=steps, seed=seed))
         capsys.readouterr()
@@ -33,37 +38,151 @@ def run(tmp_path, capsys):
 
 
 def steps_in(folder):
-    return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line)["step"] for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
 
 
-def test_without_checkpoints_the_earlier_run_is_moved_whole_and_told(run, tmp_path):
-    assert "earlier run" not in run(steps=3)
-    assert f"the earlier run in this folder is now in {tmp_path / 'run' / 'previous'}" in run(seed=1)
-    assert steps_in(tmp_path / "run") == [1, 2]
-    assert steps_in(tmp_path / "run" / "previous") == [1, 2, 3]
-    configs = [json.loads((tmp_path / "run" / path).read_text()) for path in ("config.json", "previous/config.json")]
-    assert [config["training"]["seed"] for config in configs] == [1, 0]
+def content(folder):
+    return {path: path.read_bytes() for path in sorted(Path(folder).rglob("*")) if path.is_file()}
+
+
+def test_by_default_every_run_has_a_folder_of_its_own(run):
+    numbered = Job(runs_folder="outputs")
+    run(numbered, steps=3)
+    before = content("outputs/0001")
+    assert f"run folder: {Path('outputs/0002')}" in run(numbered, seed=1)
+    assert content("outputs/0001") == before
+    assert (steps_in("outputs/0001"), steps_in("outputs/0002")) == ([1, 2, 3], [1, 2])
     for name in ("samples.jsonl", "tensorboard"):
-        assert (tmp_path / "run" / "previous" / name).exists()
-    assert len((tmp_path / "run" / "samples.jsonl").read_text().splitlines()) == 1
+        assert Path("outputs/0002", name).exists()
+    assert len(Path("outputs/0002/samples.jsonl").read_text().splitlines()) == 1
+    assert Path("outputs/latest").resolve() == Path("outputs/0002").resolve()
+
+
+def test_a_folder_that_holds_another_run_is_refused_with_two_ways_out(run):
     run()
-    assert steps_in(tmp_path / "run" / "previous") == [1, 2], "only one earlier run is kept"
+    before = content("run")
+    ways_out = r"choose another --job.dump_folder, or replace it with --job.overwrite"
+    with pytest.raises(ValueError, match=rf"dump_folder run holds another run \(up to step 2\): {ways_out}"):
+        run(seed=1)
+    with pytest.raises(ValueError, match="holds another run"):
+        run(enable=True)
+    assert content("run") == before
+    run(Job("run", overwrite=True), seed=1, steps=3)
+    assert steps_in("run") == [1, 2, 3]
+    assert len(Path("run/samples.jsonl").read_text().splitlines()) == 1
+    assert len(list(Path("run/tensorboard").iterdir())) == 1
+    assert json.loads(Path("run/config.json").read_text())["training"]["seed"] == 1
 
 
-def test_with_checkpoints_there_a_run_without_them_is_refused(run, tmp_path):
+def test_with_checkpoints_there_a_run_without_them_is_refused(run):
     run(enable=True)
-    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    before = content("run")
     with pytest.raises(ValueError, match=r"checkpoints up to step 2, and checkpoint\.enable is off: resume it with"):
         run()
-    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+    assert content("run") == before
 
 
-def test_overwrite_replaces_the_run_and_its_checkpoints(run, tmp_path, monkeypatch):
+def test_folder_of_numbered_runs_is_no_folder_of_one(run):
+    run(Job(runs_folder="outputs"))
+    with pytest.raises(ValueError, match="outputs has numbered runs in it: choose a folder of its own, or omit"):
+        run(Job("outputs", overwrite=True))
+
+
+def test_overwrite_replaces_the_run_and_its_checkpoints(run, monkeypatch):
+    replaced = Job("run", overwrite=True)
     run(enable=True, steps=4)
-    assert "earlier run" in run(overwrite=True)
-    assert not (tmp_path / "run" / "checkpoints").exists()
-    assert steps_in(tmp_path / "run") == [1, 2]
-    assert "step 1/2" in run(overwrite=True, enable=True)
+    run(replaced)
+    assert not Path("run/checkpoints").exists()
+    assert steps_in("run") == [1, 2]
+    assert "step 1/2" in run(replaced, enable=True)
     # What torchrun starts again after a failure is the same command: it resumes.
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert "resuming from the checkpoint of step 2" in run(overwrite=True, enable=True)
+    assert "resuming from the checkpoint of step 2" in run(replaced, enable=True)
+
+
+def test_same_command_goes_on_and_starts_again_if_there_is_no_checkpoint_yet(run):
+    run(enable=True, steps=3)
+    shutil.rmtree("run/checkpoints")
+    lines = Path("run/metrics.jsonl").read_text().splitlines(keepends=True)
+    Path("run/metrics.jsonl").write_text("".join(lines[:1]))  # as it was when it was killed in step 2
+    with pytest.raises(ValueError, match=r"holds another run \(up to step 1\)"):
+        run(enable=True, steps=3, seed=1)
+    run(enable=True, steps=3)
+    assert steps_in("run") == [1, 2, 3]
+    assert len(Path("run/samples.jsonl").read_text().splitlines()) == 1
+    before = content("run")
+    assert "all 3 steps have been taken" in run(enable=True, steps=3)
+    assert content("run").keys() == before.keys()
+    assert Path("run/samples.jsonl").read_bytes() == before[Path("run/samples.jsonl")]
+
+
+def test_run_that_can_not_start_leaves_no_folder(run, monkeypatch):
+    def fail(*arguments, **options):
+        raise ValueError("no such data")
+
+    monkeypatch.setattr("spurline.train.run.make_trainer", fail)
+    for job in (Job("a/b/run"), Job(runs_folder="outputs/of/it")):
+        with pytest.raises(ValueError, match="no such data"):
+            run(job)
+    assert sorted(path.name for path in Path().iterdir()) == ["text"]
+
+
+class Store:
+    """Stands in for torchrun's, which outlives restarts."""
+
+    def __init__(self):
+        self.restarts, self.kept = 0, {}
+
+    def get(self, key):
+        return self.kept.get(key, "")
+
+    def set(self, key, value):
+        self.kept[key] = value
+
+
+def test_restart_goes_on_in_the_folder_of_the_first_attempt(tmp_path):
+    config, store = tiny_run(tmp_path, job=Job(runs_folder=str(tmp_path / "runs"))), Store()
+    with claimed_folder(config, store) as first:
+        (first.folder / "config.json").write_text("{}")
+    with claimed_folder(config, Store()) as other:
+        (other.folder / "config.json").write_text("{}")
+    store.restarts = 1
+    with claimed_folder(config, store) as again:
+        assert (again.folder, again.is_restart) == (first.folder, True)
+    forgetful = Store()
+    forgetful.restarts = 1
+    refused = pytest.raises(ValueError, match=r"does not know the folder of the run.* give --job\.dump_folder")
+    with refused, claimed_folder(config, forgetful):
+        pass
+    assert [path.name for path in sorted((tmp_path / "runs").iterdir())] == ["0001", "0002"]
+
+
+def claim_in_own_working_directory(rank: int, places: list[str], runs: str) -> tuple[str, list[str]]:
+    run_folder.SECONDS_TO_SEE = 0.3
+    os.chdir(places[rank])
+    try:
+        with claimed_folder(tiny_run("text", job=Job(runs_folder=runs)), Store()) as claim:
+            there = [path.name for path in claim.folder.iterdir()]
+            (claim.folder / f"of_rank_{rank}").touch()
+            return str(claim.folder), there
+    except ValueError as error:
+        return str(error), [path.name for path in Path(runs).rglob("*")]
+
+
+def test_ranks_agree_on_one_number_and_see_it(ranks: RankPool, tmp_path):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "0001").mkdir()
+    found = ranks.run(claim_in_own_working_directory, 2, [str(tmp_path)] * 2, str(tmp_path / "runs"))
+    assert [folder for folder, _ in found] == [str(tmp_path / "runs" / "0002")] * 2
+    assert sorted(path.name for path in (tmp_path / "runs" / "0002").iterdir()) == ["of_rank_0", "of_rank_1"]
+
+
+def test_ranks_without_a_common_folder_are_refused_together(ranks: RankPool, tmp_path):
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    (elsewhere / "runs" / "0001").mkdir(parents=True)  # one that looks the same
+    here.mkdir()
+    told = ranks.run(claim_in_own_working_directory, 3, [str(here), str(here), str(elsewhere)], "runs")
+    assert {line for line, _ in told} == {told[0][0]}
+    assert told[0][0].startswith(f"rank 2 (on {socket.gethostname()}) can't see the run folder {here}/runs/0001 that")
+    assert "choose a --job.dump_folder on a disk that all nodes share" in told[0][0]
+    assert sorted(path.name for path in here.iterdir()) == [], "nothing is left of the run that did not start"
