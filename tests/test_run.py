@@ -51,7 +51,7 @@ TINY = {
     "model.moe.aux_loss": "sequence",
     "model.moe.bias_update_rate": "1e-3",
 }
-TINY_OPTIONS = [word for name, value in TINY.items() for word in (f"--{name}", value)]
+TINY_OPTIONS = [word for name, value in TINY.items() for word in (f"--{name}", value)] + ["--checkpoint.no_enable"]
 ROWS_A_STEP = 4 * 16 * 2
 # What a run repeats exactly; the others are time and memory.
 REPEATABLE = ("step", "loss", "balance_loss", "grad_norm", "lr", "expert_load", "tokens_seen", "validation_loss")

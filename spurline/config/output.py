@@ -37,10 +37,12 @@ class Job:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    enable: bool = False
+    enable: bool = True
     """Save checkpoints, and resume from the newest one in the run folder."""
     interval: int = 100
     """Steps between checkpoints; the last step is always saved."""
+    interval_minutes: float = field(default=30.0, metadata=ADDED_LATER)
+    """Minutes after which a checkpoint is saved if there was none since (0: by steps alone)."""
     keep_latest_k: int = 3
     """Number of newest checkpoints to keep (0: keep all)."""
     keep_best: bool = False
@@ -55,7 +57,7 @@ class Checkpoint:
     Without --module and --config, the model is that of the folder too. Ignored when the run resumes."""
 
     def problems(self) -> list[str]:
-        return at_least(self, interval=1, keep_latest_k=0)
+        return at_least(self, interval=1, interval_minutes=0, keep_latest_k=0)
 
 
 @dataclass(frozen=True)

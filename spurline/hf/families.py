@@ -8,7 +8,7 @@ from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
-from spurline.config import Checkpoint, Job, RunConfig
+from spurline.config import Job, RunConfig
 from spurline.config_io import ConfigError
 from spurline.models import family_configs, family_names, family_package
 from spurline.models.common.hf import Architecture
@@ -108,6 +108,6 @@ def run_config_like_a_preset(
             model=model,
             job=Job(dump_folder=folder),
             training=replace(run.training, seq_len=seq_len),
-            checkpoint=Checkpoint(True, run.checkpoint.interval, run.checkpoint.keep_latest_k),
+            checkpoint=replace(run.checkpoint, enable=True),
         ),
     )

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from spurline.config import Data, LRScheduler, Metrics, Optimizer, RunConfig, Training
+from spurline.config import Checkpoint, Data, LRScheduler, Metrics, Optimizer, RunConfig, Training
 from spurline.models.deepseek_v3.configs import DeepSeekV3Config
 from spurline.moe.config import MoEConfig
 
@@ -38,12 +38,16 @@ def tiny_model(moe: MoEConfig | dict[str, Any] | None = None, **changes: Any) ->
 
 
 def tiny_run(text_folder: str | Path, model: DeepSeekV3Config | None = None, **sections: Any) -> RunConfig[Any]:
-    """The config of a short run on the text files of a folder; a section is itself, or a dict of changes to it."""
+    """The config of a short run on the text files of a folder; a section is itself, or a dict of changes to it.
+
+    It saves no checkpoints unless `checkpoint` says so.
+    """
     config = RunConfig(
         model=model or tiny_model(),
         training=Training(steps=8, seq_len=16, local_batch_size=4, threads=1),
         optimizer=Optimizer(lr=4e-3),
         lr_scheduler=LRScheduler(warmup_steps=4),
+        checkpoint=Checkpoint(enable=False),
         data=Data(path=str(text_folder), validation_fraction=0.1),
         metrics=Metrics(validation_batches=3, sample_tokens=8, sample_prompt="ten "),
     )

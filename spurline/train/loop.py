@@ -17,6 +17,7 @@ from spurline.train.metrics.tally import diverged
 from spurline.train.position import Position
 from spurline.train.profiling import make_profiler
 from spurline.train.replicas import ReplicaCheck
+from spurline.train.save_clock import SaveClock
 from spurline.train.step_back import SpikeWatch
 from spurline.train.stop_signal import StopSignal
 from spurline.train.trainer import Trainer
@@ -58,6 +59,8 @@ class TrainingLoop:
         """The step at which a loss spike began whose steps are to be taken back; the run stops for that."""
         self.agreement = Agreement(trainer.world.host_group)
         self.stopped_by = 0  # the signal that any rank has received
+        self.clock = SaveClock(config.checkpoint.interval_minutes if trainer.world.is_first else 0)
+        self.is_time_to_save = False  # by the first rank's clock
 
     @property
     def is_finished(self) -> bool:
@@ -79,7 +82,9 @@ class TrainingLoop:
                     raise self.spikes.too_many(-self.spike_began)
                 if self.spike_began:
                     break
-                saving = self.is_save_due(step) or (stopping and self.config.checkpoint.enable)
+                saving = self.is_save_due(step) or (
+                    (stopping or self.is_time_to_save) and self.config.checkpoint.enable
+                )
                 self.replicas.check(step, saving)
                 if saving:
                     self.save(step, loss)
@@ -133,16 +138,19 @@ class TrainingLoop:
                 extra["capacity_factors"] = factors
             extra |= self.trainer.base
             self.checkpoints.save(step, self.trainer.model, self.trainer.optimizer, extra)
+        self.clock.restart()
 
     def should_stop(self, spike_began: int = 0) -> bool:
         """Whether a signal has reached any rank; raises what a checkpoint in the background failed with.
 
         Several ranks learn of it with the step after the one in which it came; so they do of a loss spike, which the
-        first rank has found.
+        first rank has found, and of its clock.
         """
-        self.stopped_by, failed, began, began_again = self.agreement.exchange(
-            self.stop_signal.received, self.checkpoints.failed, max(0, spike_began), max(0, -spike_began)
+        self.stopped_by, failed, began, began_again, is_time = self.agreement.exchange(
+            *(self.stop_signal.received, self.checkpoints.failed, max(0, spike_began), max(0, -spike_began)),
+            self.clock.rings(),
         )
+        self.is_time_to_save = bool(is_time)
         self.spike_began = began - began_again
         if failed:
             self.checkpoints.wait()

@@ -72,7 +72,9 @@ def train(module: str, config_name: str, config: RunConfig[Any]) -> Ended:
             for path in remove_broken_libraries():
                 progress.log(f"removed {path} from the compile cache: a killed process had left it incomplete")
         trainer = make_trainer(config, world, draw_weights=False)
-        stop_signal = signals.enter_context(StopSignal())
+        saving = "saving a checkpoint" if config.checkpoint.enable else "ending, without a checkpoint,"
+        answer = f"{saving} after this step; again ends at once" if world.is_first else ""
+        stop_signal = signals.enter_context(StopSignal(answer))
         guard.own_folder(trainer, lambda: own(folder, config.job, claim.is_restart))
         checkpoints = open_checkpoints(folder, config, progress.log)
         if config.lora.rank:

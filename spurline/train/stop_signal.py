@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import threading
 from types import FrameType
@@ -22,7 +24,9 @@ class StopSignal:
     a second one itself.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, answer: str = "") -> None:
+        """`answer` is written to stderr when the first signal comes, with its name in front."""
+        self._answer = answer
         self.received = 0
         """The number of the signal; 0 if there was none."""
         self._before: dict[int, Any] = {}
@@ -49,3 +53,7 @@ class StopSignal:
         self.received = number
         for handled in self._before:
             signal.signal(handled, signal.SIG_IGN if is_launched() else signal.SIG_DFL)
+        if self._answer:
+            # Not by print, which the signal may have interrupted.
+            with contextlib.suppress(OSError):
+                os.write(2, f"\n{signal.Signals(number).name} received: {self._answer}\n".encode())

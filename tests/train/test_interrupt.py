@@ -1,0 +1,73 @@
+"""Ctrl-C in a run, as a person types it: once, and twice."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from spurline.cli import main
+from spurline.testing.tiny import write_words
+
+ROOT = Path(__file__).parents[2]
+TINY = """
+--module deepseek_v3 --config deepseek_v3_debugmodel --data.path text --training.threads 1 --training.steps 100000
+--training.seq_len 16 --training.local_batch_size 2 --metrics.validation_batches 0 --metrics.sample_tokens 0
+--metrics.no_tensorboard --metrics.no_report --model.vocab_size 257 --model.dim 16 --model.num_layers 2
+--model.dense_hidden_dim 24 --model.num_heads 2 --model.q_lora_rank 8 --model.kv_lora_rank 8
+--model.qk_nope_head_dim 4 --model.qk_rope_head_dim 4 --model.v_head_dim 4 --model.moe.hidden_dim 16
+--model.moe.num_experts 4 --model.moe.top_k 2 --checkpoint.interval 1000000
+"""
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """Starts a run in a folder of its own; returns the process once it has taken a step."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").mkdir()
+    write_words(tmp_path / "text")
+    started = []
+
+    def run(**variables):
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **variables}
+        command = [sys.executable, "-m", "spurline", "train", *TINY.split()]
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True)
+        started.append(process)
+        for line in process.stdout:
+            if line.startswith("step "):
+                break
+        return process
+
+    yield run
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_once_saves_a_checkpoint_and_ends_with_its_own_exit_code(start, tmp_path, capsys):
+    process = start()
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=500)
+    assert process.returncode == 75, err
+    assert err == "\nSIGINT received: saving a checkpoint after this step; again ends at once\n"
+    run = Path("outputs/deepseek_v3_debugmodel/0001")
+    taken = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"]
+    assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step-{taken:08d}"]
+    assert f"stopped after step {taken} (SIGINT received); resume it by the same command and --job.resume {run}" in out
+    assert main(["train", "--job.resume", str(run), "--training.steps", str(taken + 1)]) == 0
+    assert f"resuming from the checkpoint of step {taken}" in capsys.readouterr().out
+
+
+def test_twice_ends_at_once(start):
+    process = start(SPURLINE_FAULTS="slow@save:seconds=1000")
+    process.send_signal(signal.SIGINT)
+    assert process.stderr.readline() == "\n"
+    assert process.stderr.readline().startswith("SIGINT received: saving a checkpoint")
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=500)
+    assert process.returncode == -signal.SIGINT
+    assert "Traceback" not in err
