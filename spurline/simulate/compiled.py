@@ -51,8 +51,8 @@ class CompiledGraphs:
         torch._dynamo.register_backend(count_and_compile, name=BACKEND)
         try:
             # The loss runs as it is: of the cross-entropy of meta tensors torch (2.13) compiles a backward of nothing.
-            of_model = {"enable": "model" in config.compile.parts, "components": "model"}
-            yield replace(config, compile=replace(config.compile, backend=BACKEND, **of_model))
+            enable = "model" in config.compile.parts
+            yield replace(config, compile=replace(config.compile, enable=enable, backend=BACKEND, components="model"))
         finally:
             self.break_reasons = list(counters["graph_break"])
             self.num_breaks = sum(counters["graph_break"].values())
