@@ -66,13 +66,13 @@ def run_compiled(rank: int, config: MoEConfig, replicated: bool, backend: str) -
     ("changes", "replicated"),
     [
         ({}, False),
-        ({}, True),
-        ({"equal_split": "forced"}, False),
+        pytest.param({}, True, marks=pytest.mark.slow),
+        pytest.param({"equal_split": "forced"}, False, marks=pytest.mark.slow),
         ({"equal_split": "adaptive", "score_before_experts": True, "experts_backend": "grouped_mm"}, False),
         ({"row_multiple": 4, "equal_split": "forced"}, False),
         ({"dispatcher": "capacity", "capacity_factor": 2.0}, True),
         ({"force_load_balance": True}, False),
-        ({"force_load_balance": True}, True),
+        pytest.param({"force_load_balance": True}, True, marks=pytest.mark.slow),
     ],
     ids=str,
 )
