@@ -145,7 +145,7 @@ class _Injector:
         self._before(CheckpointManager, "load_newest", "load")
         self._before(Trainer, "micro_batches_on_host", "data", step_of=lambda trainer, step: step)
         self._before(Trainer, "step", "step", step_of=self._note_step)
-        self._before(loop_module, "validation_loss", "validation")
+        self._before(loop_module, "validate", "validation")
         self._before(CheckpointManager, "save", "save")
         self._before(ChecksummedStream, "write", "write")
         self._before(CheckpointFolder, "publish", "publish")

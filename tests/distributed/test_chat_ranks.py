@@ -14,14 +14,16 @@ from spurline.parallel.world import World, joined_world
 from spurline.testing import RankPool
 from spurline.testing.tiny import tiny_run
 from spurline.train.trainer import make_trainer
-from spurline.train.validation import validation_loss
+from spurline.train.validation import validate
 
 
 def losses(config: RunConfig[Any], world: World) -> list[float]:
     """Of three steps, and of the held-out conversations."""
     trainer = make_trainer(config, world)
     found = [trainer.step(step).read()["loss"] for step in (1, 2, 3)]
-    return [*found, validation_loss(trainer) or 0.0]
+    held_out = validate(trainer)
+    assert held_out is not None
+    return [*found, held_out.loss]
 
 
 def run_on_rank(rank: int, config: RunConfig[Any]) -> list[float]:

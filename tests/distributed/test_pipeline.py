@@ -17,7 +17,7 @@ from spurline.testing import RankPool
 from spurline.testing.tiny import tiny_model, tiny_run, write_words
 from spurline.train.sample import sample_text
 from spurline.train.trainer import Trainer, make_trainer
-from spurline.train.validation import validation_loss
+from spurline.train.validation import validate
 
 # What is measured in a step of one rank and of many alike; the names of layers are those of the whole model.
 SAME = ("loss", "grad_norm", "balance_loss", "expert_load", "routing")
@@ -31,7 +31,7 @@ def results_of(trainer: Trainer) -> dict[str, Any]:
                 if number in trainer.model.parts]  # fmt: skip
         copies = {str(number): part.get_parameter("embedding.weight").full_tensor() for number, part in enumerate(ends)}
     return {
-        "validation": validation_loss(trainer),
+        "validation": validate(trainer),
         "text": sample_text(trainer),
         "records": [{name: record[name] for name in SAME} for record in records],
         "copies": copies,

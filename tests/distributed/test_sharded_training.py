@@ -27,7 +27,7 @@ from spurline.testing.tiny import tiny_model, write_words
 from spurline.train.run import train
 from spurline.train.sample import sample_text
 from spurline.train.trainer import make_trainer
-from spurline.train.validation import validation_loss
+from spurline.train.validation import Validation, validate
 
 SEQUENCES = 8
 """In a step, over all ranks."""
@@ -133,7 +133,7 @@ class Run(NamedTuple):
     gradients: dict[str, Tensor]
     """Those of the first step."""
     records: list[dict[str, Any]]
-    validation_loss: float | None
+    validation: Validation | None
     sample: str
     num_graphs: list[int]
     """Compiled up to the end of each step."""
@@ -160,7 +160,7 @@ def run(config: RunConfig[Any], world: World, num_steps: int) -> Run:
             # AdamW's mean after one step is the gradient, times a constant.
             means = {name: trainer.optimizer.state[p]["exp_avg"] for name, p in trainer.model.named_parameters()}
             gradients = {name: whole(mean) / (1 - config.optimizer.beta1) for name, mean in means.items()}
-    return Run(initial, gradients, records, validation_loss(trainer), sample_text(trainer), graphs)
+    return Run(initial, gradients, records, validate(trainer), sample_text(trainer), graphs)
 
 
 @contextlib.contextmanager
@@ -199,10 +199,10 @@ def assert_same_run(actual: Run, expected: Run, first: float = 1e-5, later: floa
             assert record[key] == one_rank[key], f"{key} of step {record['step']}"
         # In the long run, a score that two experts share but for rounding may send a row elsewhere.
         assert num_moved(record, one_rank) <= (0 if record["step"] <= 4 else 5), f"expert_load of step {record['step']}"
-    if expected.validation_loss is None:
-        assert actual.validation_loss is None
+    if expected.validation is None:
+        assert actual.validation is None
     else:
-        assert actual.validation_loss == pytest.approx(expected.validation_loss, rel=later)
+        assert actual.validation == pytest.approx(expected.validation, rel=later)
 
 
 def check(ranks: RankPool, make_config, layout: Layout, num_steps: int = 3, **options) -> list[Run]:
