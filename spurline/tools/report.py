@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
     if problems:
         return complain(PROG, problems)
     if command.serve:
-        return _serve(folders, command.port)
+        return _serve([str(find_run(folder)) for folder in folders], command.port)
     try:
         path = write_report(folders, command.out)
     except ValueError as error:

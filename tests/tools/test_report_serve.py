@@ -105,6 +105,15 @@ def test_a_run_without_a_step_is_waited_for(tmp_path: Path) -> None:
         assert "3 steps" in ask(server, "/")[1]
 
 
+def test_a_folder_of_numbered_runs_is_the_latest_of_them(spurline, monkeypatch, tmp_path: Path) -> None:
+    for number in ("0001", "0002"):
+        make_run(tmp_path / "runs" / number, steps=2)
+    served = []
+    monkeypatch.setattr("spurline.tools.report._serve", lambda folders, port: served.append(folders) or 0)
+    assert spurline("report", "runs", "--serve").code == 0
+    assert served == [[str(Path("runs/0002"))]]
+
+
 def test_what_cannot_be_served_is_one_line(spurline, tmp_path: Path) -> None:
     make_run(tmp_path / "run", steps=2)
     with socket.socket() as taken:
