@@ -160,7 +160,7 @@ def test_plain_output_tells_how_it_went_and_where_it_is(train):
     assert len(steps) == 8
     assert all(" loss " in line and " tok/s" in line and " load " in line for line in steps)
     assert [" bpb " in line and " val " in line for line in steps] == [False] * 7 + [True]
-    (sample,) = [i for i, line in enumerate(lines) if line.startswith("sample (")]
+    (sample,) = [i for i, line in enumerate(lines) if line.startswith("sample of step 8 (")]
     assert lines[sample + 1].startswith("ten")
     assert lines[-2:] == ["run folder: run", "report: run/report.html"]
 

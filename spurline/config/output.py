@@ -74,6 +74,10 @@ class Metrics:
     """Softmax temperature of the sample (0: greedy)."""
     sample_prompt: str = "def "
     """Prompt of the sample."""
+    sample_interval: int = field(default=0, metadata=ADDED_LATER)
+    """Steps between samples during training, which the report shows with their step (0: only after the last step)."""
+    live_expert_load: bool = field(default=True, metadata=ADDED_LATER)
+    """In a terminal of at least 100 columns, show the load of experts below the progress line."""
     report: bool = True
     """Write report.html (curves, expert load, samples) to the run folder after the last step."""
     layer_times: bool = True
@@ -87,7 +91,13 @@ class Metrics:
 
     def problems(self) -> list[str]:
         return at_least(
-            self, log_interval=1, validation_interval=0, validation_batches=0, sample_tokens=0, sample_temperature=0
+            self,
+            log_interval=1,
+            validation_interval=0,
+            validation_batches=0,
+            sample_tokens=0,
+            sample_temperature=0,
+            sample_interval=0,
         )
 
 

@@ -46,10 +46,12 @@ class TrainingLoop:
         position: Position,
         spikes: SpikeWatch,
         mark: Callable[[int, str], None] = lambda step, phase: None,
+        write_sample: Callable[[int], None] = lambda step: None,
     ) -> None:
-        """`mark` is told which phase of which step begins."""
+        """`mark` is told which phase of which step begins; `write_sample` is called when a sample is due."""
         self.trainer, self.logger, self.checkpoints = trainer, logger, checkpoints
         self.stop_signal, self.position, self.mark = stop_signal, position, mark
+        self.write_sample = write_sample
         self.config = config = trainer.config
         self.last_step = last_step(config)
         self.profiler = make_profiler(trainer)
@@ -75,6 +77,8 @@ class TrainingLoop:
                 held_out = self.validate() if self.is_validation_due(step) else None
                 logged_loss = self.logger.log(metrics, held_out) if self.is_log_due(step) else None
                 loss = None if held_out is None else held_out.loss
+                if self.is_sample_due(step):
+                    self.sample(step)
                 self.refuse_unless_finite(step, loss)
                 spike_began = self.spikes.wants_step_back(step, logged_loss, self.checkpoints.latest)
                 stopping = self.should_stop(spike_began)
@@ -116,6 +120,17 @@ class TrainingLoop:
         self.mark(self.position.step, "validation")
         with self.logger.throughput.paused():
             return validate(self.trainer)
+
+    def is_sample_due(self, step: int) -> bool:
+        """At each sample_interval; that of the last step comes when the run is finished."""
+        metrics = self.config.metrics
+        interval = metrics.sample_interval if metrics.sample_tokens else 0
+        return bool(interval and step % interval == 0 and step < self.last_step)
+
+    def sample(self, step: int) -> None:
+        self.mark(step, "sample")
+        with self.logger.throughput.paused():
+            self.write_sample(step)
 
     def refuse_unless_finite(self, step: int, loss: float | None) -> None:
         if loss is not None and not math.isfinite(loss):

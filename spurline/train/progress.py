@@ -1,11 +1,16 @@
-"""Progress of a run: one live line on a terminal, a few plain lines anywhere else. Free of torch."""
+"""Progress of a run: a live line on a terminal, with the load of experts if it is wide; a few plain lines elsewhere.
+
+Free of torch.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
+
+from spurline.train.live_load import load_lines
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -34,10 +39,13 @@ class Progress:
         console: Console | None = None,
         enabled: bool = True,
         clock: Callable[[], float] = time.monotonic,
+        show_expert_load: bool = True,
     ) -> None:
         self._total_steps = total_steps
         self._enabled = enabled
         self._clock = clock
+        self._show_expert_load = show_expert_load
+        self._rows_of_experts: Mapping[str, Sequence[float]] = {}
         self._step = 0
         self._fields = {"step": "waiting for the first step"}
         self._held_out = {"bpb": "", "val": ""}
@@ -81,10 +89,12 @@ class Progress:
         bits_per_byte: float | None = None,
         grad_norm: float | None = None,
         lr: float | None = None,
+        rows_of_experts: Mapping[str, Sequence[float]] | None = None,
     ) -> None:
         """Show the state after `step`. `expert_load` is the busiest expert's rows over the mean; `bits_per_byte`, which
         comes with a validation loss, is of held-out text."""
         previous_step, self._step = self._step, step
+        self._rows_of_experts = rows_of_experts or {}
         if validation_loss is not None:
             self._held_out = {
                 "bpb": "" if bits_per_byte is None else f"bpb {_four_digits(bits_per_byte)}",
@@ -123,7 +133,18 @@ class Progress:
         return "eta " + _duration(steps_left * seconds_per_step)
 
     def _render(self) -> RenderableType:
-        """The live line, at most as wide as the terminal: bar, then the fields that have room."""
+        """The live line and, in a wide terminal, the load of experts below it."""
+        from rich.console import Group
+        from rich.text import Text
+
+        line, width = self._render_line(), self._console.width - 1
+        if not self._show_expert_load:
+            return line
+        lines = load_lines(self._rows_of_experts, width, ascii_only=self._console.options.ascii_only)
+        return Group(line, *(Text(text, no_wrap=True, style="dim") for text in lines)) if lines else line
+
+    def _render_line(self) -> RenderableType:
+        """At most as wide as the terminal: bar, then the fields that have room."""
         from rich.progress_bar import ProgressBar
         from rich.table import Table
         from rich.text import Text

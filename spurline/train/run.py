@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,7 +39,7 @@ from spurline.train.position import Position, stored_position
 from spurline.train.progress import Progress
 from spurline.train.rank_options import options_of_rank
 from spurline.train.run_folder import claimed_folder, how_to_resume, own, start_anew, with_folder
-from spurline.train.sample import append_sample, sample_text
+from spurline.train.sample import append_sample, drop_samples_after, sample_text
 from spurline.train.setup import weights_changed
 from spurline.train.step_back import SpikeWatch, step_back
 from spurline.train.stop_signal import StopSignal
@@ -62,7 +63,9 @@ def train(module: str, config_name: str, config: RunConfig[Any]) -> Ended:
             config.comm.timeout_seconds,
             lambda: options_of_rank(module, config_name, config),
         ) as world,
-        Progress(config.training.steps, enabled=world.is_first) as progress,
+        Progress(
+            config.training.steps, enabled=world.is_first, show_expert_load=config.metrics.live_expert_load
+        ) as progress,
         claimed_folder(config) as claim,
         Guard(world, claim.folder, config.comm.watchdog_seconds, progress) as guard,
         ExitStack() as signals,
@@ -104,7 +107,7 @@ def train(module: str, config_name: str, config: RunConfig[Any]) -> Ended:
             loop = take_steps(trainer, checkpoints, progress, start, crashes, spikes, stop_signal, mark)
         if loop.is_finished and config.metrics.sample_tokens:
             mark(config.training.steps, "sample")
-            write_sample(trainer, folder, progress)
+            write_sample(trainer, folder, loop.position.step, progress)
         progress.log(f"run folder: {folder}")
     if loop.is_finished:
         return Ended(folder)
@@ -122,9 +125,11 @@ def take_steps(
     mark: Callable[[int, str], None],
 ) -> TrainingLoop:
     """Take the steps that are left and write their metrics, until the last one, a signal, or a loss spike."""
-    config, is_first = trainer.config, trainer.world.is_first
+    config, is_first, folder = trainer.config, trainer.world.is_first, Path(trainer.config.job.dump_folder)
     trainer.resume_at(start)
-    trainer.bad_steps.folder, trainer.bad_steps.say = Path(config.job.dump_folder), progress.log
+    if is_first:
+        drop_samples_after(folder, start.step)
+    trainer.bad_steps.folder, trainer.bad_steps.say = folder, progress.log
     with (
         open_writers(
             config.job.dump_folder, config.metrics, asdict(config), start.step or None, is_first, progress.log
@@ -132,7 +137,8 @@ def take_steps(
         closing(checkpoints),
     ):
         logger = MetricsLogger(trainer, writers, progress)
-        loop = TrainingLoop(trainer, logger, checkpoints, stop_signal, start, spikes, mark)
+        sample = partial(write_sample, trainer, folder, progress=progress)
+        loop = TrainingLoop(trainer, logger, checkpoints, stop_signal, start, spikes, mark, sample)
         if crashes and is_first:
             crashes.start(start.step)
         with crashes.recorded(Ranks().rank, lambda: loop.position.step + 1) if crashes else nullcontext():
@@ -145,14 +151,14 @@ def take_steps(
     return loop
 
 
-def write_sample(trainer: Trainer, folder: Path, progress: Progress) -> None:
-    """Show a sample of the model's text, and keep it for the report. All ranks compute it."""
+def write_sample(trainer: Trainer, folder: Path, step: int, progress: Progress) -> None:
+    """Show a sample of the model's text after `step`, and keep it for the report. All ranks compute it."""
     started = time.perf_counter()
     text = sample_text(trainer)
-    progress.log(f"\nsample ({time.perf_counter() - started:.1f} s):\n{text}\n")
+    progress.log(f"\nsample of step {step} ({time.perf_counter() - started:.1f} s):\n{text}\n")
     if trainer.world.is_first:
         try:
-            append_sample(folder, trainer.config.training.steps, text)
+            append_sample(folder, step, text)
         except OSError as error:
             progress.log(f"warning: the sample was not written: {error.strerror or error}")
 

@@ -12,6 +12,9 @@ from spurline.models.common.generate import generate, printable
 from spurline.models.common.sampling import Sampling
 from spurline.train.answers import write_answers
 from spurline.train.captions import write_captions
+from spurline.train.metrics.jsonl import drop_lines_after
+
+SAMPLES_FILE = "samples.jsonl"
 
 if TYPE_CHECKING:
     from spurline.train.trainer import Trainer
@@ -43,7 +46,14 @@ def sample_text(trainer: Trainer) -> str:
     return "\n".join([printable(tokenizer.decode(prompt + written)), *of_pictures])
 
 
+def drop_samples_after(folder: Path, step: int) -> None:
+    """Remove the samples of later steps, which a run that goes on after `step` writes again."""
+    path = folder / SAMPLES_FILE
+    if path.exists():
+        drop_lines_after(path, step)
+
+
 def append_sample(folder: Path, step: int, text: str) -> None:
     """Add a sample to the run's samples.jsonl, which the report shows."""
-    with (folder / "samples.jsonl").open("a", encoding="utf-8") as file:
+    with (folder / SAMPLES_FILE).open("a", encoding="utf-8") as file:
         file.write(json.dumps({"step": step, "text": text}) + "\n")

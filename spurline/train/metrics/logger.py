@@ -56,6 +56,7 @@ class MetricsLogger:
             bits_per_byte=record.get("bits_per_byte"),
             grad_norm=record["grad_norm"],
             lr=record["lr"],
+            rows_of_experts=record.get("expert_load"),
         )
         loss: float = record["loss"]
         return loss
