@@ -1,5 +1,6 @@
 """The commands and the code in the README and in docs/ do what the pages say, and the site is whole."""
 
+import hashlib
 import json
 import re
 import shlex
@@ -95,9 +96,20 @@ def program(command: list[str]) -> list[str]:
     return command[next((i for i, word in enumerate(command) if not re.match(r"[A-Z_]+=", word)), 0) :]
 
 
+def files_of_runs() -> dict[Path, str]:
+    """The checksum of each file of every run below this folder."""
+    runs = {path.parent for path in Path().rglob("config.json")}
+    files = {path for run in runs for path in run.rglob("*") if path.is_file() and not path.is_symlink()}
+    return {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
 def run(command: list[str], place: str) -> None:
-    """A command, in this process; those that train take two steps of a small batch on a small text."""
+    """A command, in this process; those that train take two steps of a small batch on a small text.
+
+    None of those changes a file of an earlier run.
+    """
     arguments = command[1:]
+    before = files_of_runs() if arguments[0] in TRAINS else {}
     if arguments[0] in TRAINS and not {"--help", "--dry-run"} & set(arguments):
         given = {"--training.steps"} if arguments[0] == "lr-find" else set()
         arguments += [word for name, value in SMALL.items() if name not in given for word in (name, value)]
@@ -108,6 +120,9 @@ def run(command: list[str], place: str) -> None:
     except SystemExit as exit:  # what --help does
         code = exit.code
     assert code == 0, f"{place}: {' '.join(command)}"
+    if before:
+        after = files_of_runs()
+        assert before == {path: after.get(path) for path in before}, f"{place}: an earlier run was changed"
 
 
 @pytest.mark.parametrize("page", pages_with("bash"))
