@@ -1,0 +1,39 @@
+"""The workflows of GitHub run what there is: targets of the Makefile, files, and versions that the package supports."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parent.parent
+WORKFLOWS = {path.stem: yaml.safe_load(path.read_text()) for path in (ROOT / ".github/workflows").glob("*.yml")}
+TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+def steps_of(workflow: dict[str, Any]) -> list[dict[str, Any]]:
+    return [step for job in workflow["jobs"].values() for step in job["steps"]]
+
+
+def test_there_is_one_for_each_purpose() -> None:
+    made = {step["run"] for workflow in WORKFLOWS.values() for step in steps_of(workflow) if "run" in step}
+    assert {"make test", "make docs", "make release", "make test-slow", "make verify"} <= made
+
+
+@pytest.mark.parametrize("name", sorted(WORKFLOWS))
+def test_workflow_runs_what_there_is(name: str) -> None:
+    workflow = WORKFLOWS[name]
+    assert workflow["name"] == name
+    assert workflow["permissions"] == {"contents": "read"}  # a job that needs more says so
+    assert workflow[True]  # `on`, which YAML takes for a boolean
+    for step in steps_of(workflow):
+        assert ("run" in step) != ("uses" in step)
+        for target in re.findall(r"\bmake (\S+)", step.get("run", "")):
+            assert target in TARGETS
+        assert "uses" not in step or re.fullmatch(r"[\w-]+/[\w-]+@[\w./]+", step["uses"])
+        for path in str(step.get("with", {}).get("cache-dependency-path", "")).split():
+            assert (ROOT / path).is_file()
+    for job in workflow["jobs"].values():
+        needed = [job["needs"]] if isinstance(job.get("needs"), str) else job.get("needs", [])
+        assert set(needed) <= workflow["jobs"].keys()
