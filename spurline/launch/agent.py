@@ -60,7 +60,8 @@ class Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Ranks that were asked to stop are not failures: all nodes end, unless one stopped them to let others in."""
         result = super()._monitor_workers(worker_group)
-        if result.is_failed() and {failure.exitcode for failure in result.failures.values()} <= STOPPED_CODES:
+        codes = {failure.exitcode for failure in result.failures.values()} - {-signal.SIGTERM}
+        if codes and codes <= STOPPED_CODES:
             others_wait = worker_group.spec.rdzv_handler.num_nodes_waiting() > 0
             self._remaining_restarts = self._remaining_restarts + 1 if others_wait else 0
         return result
@@ -137,8 +138,9 @@ def _nobody_at(options: Options) -> str:
 
 
 def first_failure(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """The rank that failed first; one that only lost another is a consequence."""
-    return min(failures.items(), key=lambda item: (item[1].exitcode == ExitCode.LOST_RANK, item[1].timestamp))
+    """The rank that failed first; those that lost another, or were ended because of it, are consequences."""
+    consequences = (ExitCode.LOST_RANK, -signal.SIGTERM)
+    return min(failures.items(), key=lambda item: (item[1].exitcode in consequences, item[1].timestamp))
 
 
 def _tell(rank: int, failure: ProcessFailure, is_shown: bool) -> None:

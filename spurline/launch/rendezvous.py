@@ -1,4 +1,4 @@
-"""How the nodes of a job meet, round after round: torchrun's own c10d rendezvous, with a store of each round."""
+"""How the nodes of a job meet, round after round: torchrun's own c10d rendezvous, with a store that all learn of."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from spurline.train.launcher import ATTEMPT_VARIABLE
 
 
 class Rounds(RendezvousHandler):
-    """torchrun's rendezvous, except that each round has a store of its own and a number that all nodes agree on.
+    """torchrun's rendezvous, except that each round tells all nodes where the ranks' store is, and has a number.
 
-    torchrun keeps the address of the first round's store: a node that comes in later waits for it forever, and one that
-    was lost may have served it. It counts restarts on each node by itself, so that a new node counts fewer.
+    torchrun tells it in the first round only: a node that comes in later waits for it forever, and one that was lost
+    may have served it. It counts restarts on each node by itself, so that a new node counts fewer. The first node serves
+    the same store in all rounds, for as long as it is the first: ranks that are started again find there what those
+    before them have left (the folder of the run), and keep everything else apart by the number of the round.
     """
 
     def __init__(self, inner: RendezvousHandler, address: str) -> None:
@@ -31,7 +33,7 @@ class Rounds(RendezvousHandler):
         info = self._inner.next_rendezvous()
         store = info.store  # its keys are those of this round
         if info.rank == 0:
-            self._server = dist.TCPStore(self.address, 0, is_master=True, wait_for_workers=False)
+            self._server = self._server or dist.TCPStore(self.address, 0, is_master=True, wait_for_workers=False)
             number = store.underlying_store.add("spurline/rounds", 1) - 1  # type: ignore[attr-defined]
             store.set("spurline/round", f"{number} {self._server.port} {self.address}")
         else:

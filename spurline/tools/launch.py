@@ -88,13 +88,13 @@ def write_job(options: Options, command: Command[Any], train: list[str]) -> int:
     name = re.sub(r"[^a-z0-9-]+", "-", name.lower()) if options.kubernetes else name
     if options.kubernetes and (problems := name_problems(name, options)):
         return complain(PROG, problems)
+    if not command.run_config.checkpoint.enable:
+        return complain(PROG, [f"--{options.target} needs checkpoints, to go on after a restart: --checkpoint.enable"])
     folder, given = f"outputs/{name}", {option.name for option in split_options(train)[1]}
     if "job.dump_folder" in given:
         folder = command.run_config.job.dump_folder
     else:  # a job that is started again must find its run
         train = [*train, "--job.dump_folder", folder]
-    if not command.run_config.checkpoint.enable:
-        train = [*train, "--checkpoint.enable"]
     make, suffix, submit = {
         "slurm": (sbatch_script, "sbatch", "sbatch {}"),
         "kubernetes": (manifest, "yaml", "kubectl apply -f {}"),

@@ -90,7 +90,7 @@ def test_cause_counts_and_not_the_ranks_that_lost_another() -> None:
         found.timestamp = second
         return found
 
-    failures = {0: failure(5, 100), 1: failure(6, 101), 2: failure(3, 102)}
+    failures = {0: failure(5, 100), 1: failure(6, 101), 2: failure(3, 102), 3: failure(-15, 99)}
     assert first_failure(failures) == (1, failures[1])
     assert first_failure({0: failures[0]}) == (0, failures[0])
 
@@ -101,8 +101,15 @@ def test_failed_ranks_are_started_again(run: Run, tmp_path: Path) -> None:
     assert {*notes(tmp_path, 0), *notes(tmp_path, 1)} == {"0", "1"}
 
 
+def test_ranks_that_are_started_again_find_the_store_of_those_before(run: Run, tmp_path: Path) -> None:
+    """The folder of the run is in it."""
+    assert run("note(os.environ['MASTER_PORT'])\nif attempt < 2: time.sleep(0.1); sys.exit(1)", restarts=2) == 0
+    assert len({*notes(tmp_path, 0), *notes(tmp_path, 1)}) == 1
+
+
 def test_ranks_that_were_asked_to_stop_are_not_started_again(run: Run, tmp_path: Path, capfd) -> None:
-    assert run("note(attempt); sys.exit(75)", restarts=2) == 75
+    # The agent ends the other ranks as soon as one has ended: one of these by its signal, in the middle of its work.
+    assert run("note(attempt)\nif rank == 0: sys.exit(75)\ntime.sleep(600)", restarts=2) == 75
     assert {*notes(tmp_path, 0), *notes(tmp_path, 1)} == {"0"}
     assert capfd.readouterr().err == ""
 

@@ -154,7 +154,7 @@ def test_torchrun_script_starts_it_with_the_same_options(printed: Callable[..., 
         " --rdzv-id deepseek_v3_debugmodel --rdzv-conf join_timeout=600 --max-restarts 3"
         " --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --local-ranks-filter 0 --role rank --tee 3"
         " -m spurline train --config deepseek_v3_debugmodel --data.text_field it's $HOME"
-        " --job.dump_folder outputs/deepseek_v3_debugmodel --checkpoint.enable\n"
+        " --job.dump_folder outputs/deepseek_v3_debugmodel\n"
     )
 
 
@@ -165,7 +165,7 @@ def test_launcher_gets_the_place_to_meet_and_all_options(printed: Callable[..., 
     assert launched == (
         "-m spurline launch --rdzv_endpoint n1:30042 --rdzv_id 70042 --ranks 2 --nnodes 2 --restarts 0"
         " --join_timeout 600 --grace 120 -- --config deepseek_v3_debugmodel --training.steps 3 --data.text_field"
-        " it's $HOME --job.dump_folder outputs/deepseek_v3_debugmodel --checkpoint.enable\n"
+        " it's $HOME --job.dump_folder outputs/deepseek_v3_debugmodel\n"
     )
     assert os.listdir(slurm.folder / "outputs/deepseek_v3_debugmodel") == []  # the token is gone
 

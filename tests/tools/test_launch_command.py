@@ -95,6 +95,13 @@ def test_script_is_written_once_and_says_how_to_submit_it(spurline, started, tmp
     assert not started
 
 
+def test_job_for_a_cluster_needs_checkpoints(spurline, tmp_path):
+    command = ["launch", "--slurm", "--ranks", "2", "--", *CONFIG, "--checkpoint.no_enable"]
+    line = "spurline launch: --slurm needs checkpoints, to go on after a restart: --checkpoint.enable\n"
+    assert spurline(*command) == (2, "", line)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_job_for_a_cluster_is_checked_like_a_run(spurline, tmp_path):
     """Slurm's nodes have the disks of this machine, pods don't."""
     bad = ["--data.path", "/nowhere", "--parallelism.tensor_parallel_degree", "3"]
