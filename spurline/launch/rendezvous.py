@@ -19,9 +19,9 @@ class Rounds(RendezvousHandler):
     """torchrun's rendezvous, except that each round tells all nodes where the ranks' store is, and has a number.
 
     torchrun tells it in the first round only: a node that comes in later waits for it forever, and one that was lost
-    may have served it. It counts restarts on each node by itself, so that a new node counts fewer. The first node serves
-    the same store in all rounds, for as long as it is the first: ranks that are started again find there what those
-    before them have left (the folder of the run), and keep everything else apart by the number of the round.
+    may have served it. It counts restarts on each node by itself, so that a new node counts fewer. The first node
+    serves the same store in all rounds, for as long as it is the first: ranks that are started again find there what
+    those before them have left (the folder of the run), and keep everything else apart by the number of the round.
     """
 
     def __init__(self, inner: RendezvousHandler, address: str) -> None:
