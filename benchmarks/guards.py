@@ -5,30 +5,41 @@
 Guards are what a step does to find and name one that is not finite (train/metrics/tally.py, train/bad_steps.py), and
 the comparison of copies (train/replicas.py), a pass over the parameters every hundredth step. Measured by the CPU time
 inside their calls, and by steps with and without them in turn, which needs a quiet machine. One thread, one rank.
+The watchdog's thread (train/watchdog.py) has a heartbeat every 5 seconds, which also tells that the run folder is owned
+(train/folder_lock.py): measured as rank 0 of two that meet in a store.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from spurline.config import RunConfig
 from spurline.models.deepseek_v3.configs import deepseek_v3_debugmodel
+from spurline.parallel.rendezvous import Meeting
 from spurline.train.bad_steps import BadSteps
+from spurline.train.folder_lock import FolderLock
 from spurline.train.metrics.tally import StepTally
 from spurline.train.replicas import _sum_of_bits
+from spurline.train.side_channel import SideChannel
 from spurline.train.trainer import Trainer, make_trainer
+from spurline.train.watchdog import Watchdog
 
 REPLICA_INTERVAL = 100
+SECONDS_BETWEEN_BEATS = 5.0
 GUARDS = [(StepTally, "note"), (BadSteps, "note"), (BadSteps, "note_micro_batch"), (BadSteps, "_look_at_input_grad")]
 
 
@@ -97,6 +108,33 @@ def cpu_seconds(trainer: Trainer, step: int) -> float:
     return time.process_time() - begin
 
 
+def beat_seconds(trainer: Trainer, number: int = 200) -> float:
+    """CPU time of a heartbeat of one of two ranks, and of the marks of a step, in the thread of the watchdog."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory() as folder:
+        lock, spent = FolderLock(folder), []
+        lock.take()
+        channels = [SideChannel(Meeting(rank, 2, store, store.clone())) for rank in (0, 1)]
+        watchdog, other = (Watchdog(Path(folder), channel=channel) for channel in channels)
+        watchdog.module_names = {id(module): name for name, module in trainer.model.named_modules()}
+
+        def beat() -> None:
+            for _ in range(number):
+                channels[1].send(other._beat())
+                begin = time.thread_time()
+                lock.beat()
+                watchdog._watch_others(channels[0], False)
+                for _ in range(8):
+                    watchdog.mark(1, "step")
+                spent.append(time.thread_time() - begin)
+
+        thread = threading.Thread(target=beat)
+        thread.start()
+        thread.join()
+        lock.release()
+    return statistics.median(spent)
+
+
 def measure(name: str, config: RunConfig[Any], steps: int) -> None:
     trainer = make_trainer(config)
     for step in (1, 2, 3):
@@ -116,6 +154,7 @@ def measure(name: str, config: RunConfig[Any], steps: int) -> None:
     for _ in range(5):
         torch.stack([_sum_of_bits(parameter) for parameter in trainer.model.parameters()])
     copies = (time.process_time() - begin) / 5 / REPLICA_INTERVAL
+    beats = beat_seconds(trainer) * usual / SECONDS_BETWEEN_BEATS
     ratio = statistics.median(with_ / without for with_, without in zip(guarded, plain, strict=True))
     low, _, high = statistics.quantiles([a / b for a, b in zip(guarded, plain, strict=True)], n=4)
     size = sum(parameter.numel() for parameter in trainer.model.parameters())
@@ -124,6 +163,7 @@ def measure(name: str, config: RunConfig[Any], steps: int) -> None:
         f"  inside the guards of bad steps  {statistics.median(inside) / usual:.3%} of a step"
         f" ({statistics.median(inside) * 1e6:.0f} us)\n"
         f"  comparing copies, per step      {copies / usual:.3%} ({copies * 1e6:.0f} us)\n"
+        f"  watchdog and folder, per step   {beats / usual:.3%} ({beats * 1e6:.0f} us)\n"
         f"  steps with and without guards   {ratio - 1:+.2%} (quartiles {low - 1:+.2%}, {high - 1:+.2%})",
         flush=True,
     )
