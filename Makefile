@@ -74,7 +74,7 @@ format: $(READY)  ## fix lint and formatting, like pre-commit
 	$(BIN)/ruff format .
 
 docs: $(READY)  ## build the documentation site into site/, and fail on any broken link
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 release: $(READY)  ## build a wheel and an sdist, check them, and install the wheel in a clean environment
 	rm -rf dist .venv-release
