@@ -44,7 +44,7 @@ class Options:
     """File to write (default: the name of the job with .sbatch, .yaml or .sh); it must not exist."""
 
     name: str = ""
-    """Name of the job on the cluster, and of its folder in outputs/ (default: the name of the config)."""
+    """Name of the job on the cluster, and of its folder, outputs/NAME-job (default: the name of the config)."""
     gpus: int = -1
     """Accelerators of each node; 0 for CPU ranks (default: as many as ranks)."""
     cpus: int = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
@@ -12,6 +13,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 
 from spurline.launch.network import address_towards, is_own_address, wait_for_name
 from spurline.launch.options import Options, split_endpoint
+from spurline.parallel.rendezvous import JOB_VARIABLE
 from spurline.train.launcher import ATTEMPT_VARIABLE
 
 
@@ -34,12 +36,14 @@ class Rounds(RendezvousHandler):
         store = info.store  # its keys are those of this round
         if info.rank == 0:
             self._server = self._server or dist.TCPStore(self.address, 0, is_master=True, wait_for_workers=False)
-            number = store.underlying_store.add("spurline/rounds", 1) - 1  # type: ignore[attr-defined]
-            store.set("spurline/round", f"{number} {self._server.port} {self.address}")
+            of_job: dist.Store = store.underlying_store  # type: ignore[attr-defined]
+            number = of_job.add("spurline/rounds", 1) - 1
+            job = of_job.compare_set("spurline/job", "", secrets.token_hex(8))
+            store.set("spurline/round", f"{number} {self._server.port} {self.address} {job.decode()}")
         else:
             self._server = None
-        number, port, address = store.get("spurline/round").decode().split()
-        os.environ[ATTEMPT_VARIABLE] = number
+        number, port, address, job = store.get("spurline/round").decode().split()
+        os.environ |= {ATTEMPT_VARIABLE: number, JOB_VARIABLE: job}
         return RendezvousInfo(store, info.rank, info.world_size, RendezvousStoreInfo(address, int(port)))
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+JOB_VARIABLE = "SPURLINE_JOB"
 _MAX_SHOWN = 5
 _SECONDS_TO_READ = 10.0
 
@@ -41,23 +43,16 @@ def meet(timeout_seconds: int = 0) -> Meeting:
     return Meeting(rank, size, dist.PrefixStore(prefix, store), dist.PrefixStore(prefix, store.clone()))
 
 
-class LauncherStore:
-    """torchrun's own key-value store, which outlives restarts; empty where something else has started the process."""
+def job_of_launcher() -> str:
+    """What all attempts of a job have in common, on all nodes, and no other job has; empty without a launcher.
 
-    def __init__(self) -> None:
-        self.restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        self._store: dist.Store | None = None
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            self._store = dist.PrefixStore("spurline/job", dist.TCPStore(host, port, is_master=False))
-
-    def get(self, key: str) -> str:
-        """What was set by this attempt or an earlier one; empty if nothing was."""
-        return self._store.get(key).decode() if self._store is not None and self._store.check([key]) else ""
-
-    def set(self, key: str, value: str) -> None:
-        if self._store is not None:
-            self._store.set(key, value)
+    `spurline launch` tells its ranks; of torchrun's ranks, the first to ask leaves it in the store that outlives
+    restarts.
+    """
+    if JOB_VARIABLE in os.environ or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return os.environ.get(JOB_VARIABLE, "")
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    return store.compare_set("spurline/job", "", secrets.token_hex(8)).decode()
 
 
 def refuse_different_options(meeting: Meeting, options: Mapping[str, str]) -> None:

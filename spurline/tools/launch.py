@@ -90,7 +90,7 @@ def write_job(options: Options, command: Command[Any], train: list[str]) -> int:
         return complain(PROG, problems)
     if not command.run_config.checkpoint.enable:
         return complain(PROG, [f"--{options.target} needs checkpoints, to go on after a restart: --checkpoint.enable"])
-    folder, given = f"outputs/{name}", {option.name for option in split_options(train)[1]}
+    folder, given = f"outputs/{name}-job", {option.name for option in split_options(train)[1]}
     if "job.dump_folder" in given:
         folder = command.run_config.job.dump_folder
     else:  # a job that is started again must find its run

@@ -1,7 +1,7 @@
 """The folder of a run that starts: which one it is, whether the run may have it, and that all ranks see it.
 
-The first rank decides, the others learn it. torchrun's store remembers the folder, so that restarted ranks go on in it
-whatever has been started beside them since.
+The first rank decides, the others learn it. A file in the folder names the job of the launcher, so that restarted ranks
+find it again whatever has been started beside them since.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from typing import Any, NamedTuple
 
 from spurline import config_io
 from spurline.config import Job, RunConfig
-from spurline.parallel.rendezvous import LauncherStore, name_ranks
+from spurline.parallel.rendezvous import job_of_launcher, name_ranks
 from spurline.run_folders import claim_number, is_run, numbered_runs, set_latest
 from spurline.train.checkpoint.folder import CheckpointFolder
 from spurline.train.checkpoint.ranks import Ranks
 from spurline.train.exit_codes import FolderInUseError
 from spurline.train.folder_lock import FolderLock
+from spurline.train.launcher import restart_count
 from spurline.train.metrics.jsonl import last_step
 
 SECONDS_TO_SEE = 6.0
@@ -34,7 +35,7 @@ _OF_A_RUN = (
     *("metrics.jsonl", "expert_load.bin", "config.json", "samples.jsonl", "report.html", "tensorboard", "wandb"),
     *("bad_steps.jsonl", "routing.html"),
 )
-_STORE_KEY = "run_folder"
+_JOB_FILE = ".job"
 
 
 class Claim(NamedTuple):
@@ -48,7 +49,7 @@ class Claim(NamedTuple):
 
 
 @contextmanager
-def claimed_folder(config: RunConfig[Any], store: LauncherStore | None = None) -> Iterator[Claim]:
+def claimed_folder(config: RunConfig[Any]) -> Iterator[Claim]:
     """The folder of the run, which exists and which all ranks see; a ValueError on all of them if there is none.
 
     A folder that was made for the run and is still empty at the end of the block is removed.
@@ -58,9 +59,12 @@ def claimed_folder(config: RunConfig[Any], store: LauncherStore | None = None) -
 
     def claim() -> Claim:
         missing = _missing(Path(config.job.dump_folder or config.job.runs_folder))
-        claim = decide_folder(config, store or LauncherStore())
+        job = job_of_launcher()
+        claim = decide_folder(config, job, restart_count())
         make_run_folder(claim.folder)
         made.extend(missing if config.job.dump_folder else [claim.folder, *missing])
+        if job and not claim.in_use:
+            (claim.folder / _JOB_FILE).write_text(job, encoding="utf-8")
         return claim
 
     found = ranks.first(claim)
@@ -70,6 +74,8 @@ def claimed_folder(config: RunConfig[Any], store: LauncherStore | None = None) -
         refuse_unless_shared(found.folder, ranks)
         yield found
     finally:
+        if made and [path.name for path in made[0].glob("*") if path.name != _JOB_FILE] == []:
+            (made[0] / _JOB_FILE).unlink(missing_ok=True)
         for folder in made:
             with contextlib.suppress(OSError):  # it is not empty
                 folder.rmdir()
@@ -79,29 +85,43 @@ def with_folder(config: RunConfig[Any], folder: Path) -> RunConfig[Any]:
     return replace(config, job=replace(config.job, dump_folder=str(folder)))
 
 
-def decide_folder(config: RunConfig[Any], store: LauncherStore) -> Claim:
-    """Which folder the run has, on the first rank; a ValueError if the one that it names is that of another run."""
-    job, restarted = config.job, store.restarts > 0
-    if remembered := store.get(_STORE_KEY):
-        return Claim(Path(remembered), is_restart=True)
+def decide_folder(config: RunConfig[Any], launched_as: str, restarts: int) -> Claim:
+    """Which folder the run has, on the first rank; a ValueError if the one that it names is that of another run.
+
+    `launched_as` is the job of the launcher, if there is one, and `restarts` how often it has started ranks before.
+    """
+    job, restarted = config.job, restarts > 0
+    if known := _folder_of_job(config.job, launched_as):
+        return Claim(known, is_restart=True)
     if job.dump_folder:
         folder = Path(job.dump_folder)
         if not restarted:
             if in_use := FolderLock(folder).owned_by():
                 return Claim(folder, in_use=in_use)
             refuse_other_run(folder, config)
-    elif restarted:
+    elif restarted and not launched_as:
         raise ValueError(
-            "this restart does not know the folder of the run, as torchrun's store does not outlive restarts here:"
-            " give --job.dump_folder"
+            "this restart does not know the folder of the run: start ranks by `spurline launch` or torchrun, or give"
+            " --job.dump_folder"
         )
     else:
         try:
             folder = claim_number(job.runs_folder)
         except OSError as error:
             raise ValueError(f"job.runs_folder {job.runs_folder}: can't make a folder: {error.strerror}") from None
-    store.set(_STORE_KEY, str(folder))
-    return Claim(folder, restarted)
+    return Claim(folder, restarted and not launched_as)
+
+
+def _folder_of_job(job: Job, launched_as: str) -> Path | None:
+    """The folder that an earlier attempt of the same job has claimed."""
+    if not launched_as:
+        return None
+    named = [Path(job.dump_folder)] if job.dump_folder else []
+    for folder in (*named, *reversed(numbered_runs(job.runs_folder))):
+        with contextlib.suppress(OSError):
+            if (folder / _JOB_FILE).read_text(encoding="utf-8", errors="replace") == launched_as:
+                return folder
+    return None
 
 
 def refuse_other_run(folder: Path, config: RunConfig[Any]) -> None:

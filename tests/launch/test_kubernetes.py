@@ -72,7 +72,7 @@ def test_pods_meet_on_the_first_one_and_work_in_the_volume(printed: Callable[...
     # A path of the cluster is not looked for here, and Kubernetes must not take $(A) for a variable.
     assert command[command.index("--") + 1 :] == [
         "--config", "deepseek_v3_debugmodel", "--data.path", "/nowhere", "--data.text_field", "$$(A)",
-        "--job.dump_folder", "outputs/deepseek-v3-debugmodel",
+        "--job.dump_folder", "outputs/deepseek-v3-debugmodel-job",
     ]  # fmt: skip
     assert container["workingDir"] == "/runs"
     assert {"name": "runs", "mountPath": "/runs"} in container["volumeMounts"]

@@ -154,7 +154,7 @@ def test_torchrun_script_starts_it_with_the_same_options(printed: Callable[..., 
         " --rdzv-id deepseek_v3_debugmodel --rdzv-conf join_timeout=600 --max-restarts 3"
         " --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --local-ranks-filter 0 --role rank --tee 3"
         " -m spurline train --config deepseek_v3_debugmodel --data.text_field it's $HOME"
-        " --job.dump_folder outputs/deepseek_v3_debugmodel\n"
+        " --job.dump_folder outputs/deepseek_v3_debugmodel-job\n"
     )
 
 
@@ -165,9 +165,9 @@ def test_launcher_gets_the_place_to_meet_and_all_options(printed: Callable[..., 
     assert launched == (
         "-m spurline launch --rdzv_endpoint n1:30042 --rdzv_id 70042 --ranks 2 --nnodes 2 --restarts 0"
         " --join_timeout 600 --grace 120 -- --config deepseek_v3_debugmodel --training.steps 3 --data.text_field"
-        " it's $HOME --job.dump_folder outputs/deepseek_v3_debugmodel\n"
+        " it's $HOME --job.dump_folder outputs/deepseek_v3_debugmodel-job\n"
     )
-    assert os.listdir(slurm.folder / "outputs/deepseek_v3_debugmodel") == []  # the token is gone
+    assert os.listdir(slurm.folder / "outputs/deepseek_v3_debugmodel-job") == []  # the token is gone
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_notice_reaches_the_launchers_and_the_job_is_queued_again(
 def test_nodes_that_do_not_share_the_run_folder_are_refused(printed: Callable[..., str], slurm: Slurm) -> None:
     code, requeued, _, err = slurm.run(printed(*BASIC), CODE="0", SHARED="1")
     assert (code, requeued) == (2, False)
-    assert err == ("outputs/deepseek_v3_debugmodel is not on a disk that all nodes share: set --job.dump_folder\n")
+    assert err == ("outputs/deepseek_v3_debugmodel-job is not on a disk that all nodes share: set --job.dump_folder\n")
     assert not (slurm.folder / "launched").exists()
 
 
@@ -244,7 +244,7 @@ def test_script_trains_stops_at_a_notice_and_resumes(
     text = write_words(tmp_path_factory.mktemp("text"))
     train = ("--data.path", str(text), *TINY.split(), "--training.steps", "100000")
     script = printed("--slurm", "--ranks", "1", "--nnodes", "2", "--gpus", "0", train=train)
-    run_folder = slurm.folder / "outputs/deepseek_v3_debugmodel"
+    run_folder = slurm.folder / "outputs/deepseek_v3_debugmodel-job"
     where = {"SPURLINE_PYTHON": sys.executable, "RDZV_HOST": "127.0.0.1", "PYTHONPATH": str(Path(__file__).parents[2])}
 
     process = slurm.start(script, **where)

@@ -154,6 +154,7 @@ def test_a_run_goes_on_past_bad_steps_until_there_are_too_many_in_a_row(config, 
         assert lines[-1]["loss"] > 0
         assert lines[-1]["bad_steps"] == 4
         assert "warning: step 2 is skipped" in capsys.readouterr().out
+        config = replace(config, job=replace(config.job, overwrite=True))
         bad = {3, 4, 5}
         with pytest.raises(ValueError, match=r"3 steps in a row were not finite, and --training.max_bad_steps is 2"):
             train("deepseek_v3", "deepseek_v3_debugmodel", skipping(config, max_bad_steps=2))

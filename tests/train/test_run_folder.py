@@ -127,41 +127,38 @@ def test_run_that_can_not_start_leaves_no_folder(run, monkeypatch):
     assert sorted(path.name for path in Path().iterdir()) == ["text"]
 
 
-class Store:
-    """Stands in for torchrun's, which outlives restarts."""
-
-    def __init__(self):
-        self.restarts, self.kept = 0, {}
-
-    def get(self, key):
-        return self.kept.get(key, "")
-
-    def set(self, key, value):
-        self.kept[key] = value
-
-
-def test_restart_goes_on_in_the_folder_of_the_first_attempt(tmp_path):
-    config, store = tiny_run(tmp_path, job=Job(runs_folder=str(tmp_path / "runs"))), Store()
-    with claimed_folder(config, store) as first:
+def test_restart_goes_on_in_the_folder_of_the_first_attempt(tmp_path, monkeypatch):
+    config = tiny_run(tmp_path, job=Job(runs_folder=str(tmp_path / "runs")))
+    monkeypatch.setenv("SPURLINE_JOB", "mine")  # as `spurline launch` sets it
+    with claimed_folder(config) as first:
         (first.folder / "config.json").write_text("{}")
-    with claimed_folder(config, Store()) as other:
+    monkeypatch.setenv("SPURLINE_JOB", "another")
+    with claimed_folder(config) as other:
         (other.folder / "config.json").write_text("{}")
-    store.restarts = 1
-    with claimed_folder(config, store) as again:
-        assert (again.folder, again.is_restart) == (first.folder, True)
-    forgetful = Store()
-    forgetful.restarts = 1
+    monkeypatch.setenv("SPURLINE_JOB", "mine")
+    for job in (config.job, replace(config.job, dump_folder=str(other.folder), resume="latest")):
+        with claimed_folder(replace(config, job=job)) as again:  # `latest` names another run since
+            assert (again.folder, again.is_restart) == (first.folder, True)
+    monkeypatch.delenv("SPURLINE_JOB")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     refused = pytest.raises(ValueError, match=r"does not know the folder of the run.* give --job\.dump_folder")
-    with refused, claimed_folder(config, forgetful):
+    with refused, claimed_folder(config):
         pass
     assert [path.name for path in sorted((tmp_path / "runs").iterdir())] == ["0001", "0002"]
+
+
+def test_job_that_ends_before_its_run_starts_leaves_no_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPURLINE_JOB", "mine")
+    with claimed_folder(tiny_run(tmp_path, job=Job(runs_folder=str(tmp_path / "runs")))) as claim:
+        assert claim.folder.is_dir()
+    assert list(tmp_path.iterdir()) == []
 
 
 def claim_in_own_working_directory(rank: int, places: list[str], runs: str) -> tuple[str, list[str]]:
     run_folder.SECONDS_TO_SEE = 0.3
     os.chdir(places[rank])
     try:
-        with claimed_folder(tiny_run("text", job=Job(runs_folder=runs)), Store()) as claim:
+        with claimed_folder(tiny_run("text", job=Job(runs_folder=runs))) as claim:
             there = [path.name for path in claim.folder.iterdir()]
             (claim.folder / f"of_rank_{rank}").touch()
             return str(claim.folder), there
