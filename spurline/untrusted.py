@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, Any
 
+from spurline.remote import RemotePath
+
 MAX_JSON_BYTES = 2**30
 MAX_YAML_BYTES = 2**20
 MAX_LINE_BYTES = 2**26
@@ -22,6 +24,10 @@ MAX_DEPTH = 64
 @contextmanager
 def open_regular(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """Open a regular file for reading; an OSError for everything else with a name."""
+    if isinstance(path, RemotePath):
+        with path.open() as remote:
+            yield remote
+        return
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(0, "not a regular file", str(path))
     with open(path, "rb") as file:

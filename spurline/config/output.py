@@ -52,6 +52,10 @@ class Checkpoint:
     sign_key_file: str = field(default="", metadata=ADDED_LATER)
     """File with a secret key: checkpoints are signed with it (HMAC-SHA256), and only those are loaded (empty: off)."""
 
+    folder: str = field(default="", metadata=ADDED_LATER)
+    """Folder for the checkpoints of this run alone, which may be remote, such as s3://bucket/run (needs fsspec and
+    s3fs or the like); the same command resumes from there (empty: <run folder>/checkpoints)."""
+
     initial_load_path: str = field(default="", metadata=ADDED_LATER)
     """Start from the weights of a Hugging Face folder, a run or a checkpoint, with a fresh optimizer at step 0.
     Without --module and --config, the model is that of the folder too. Ignored when the run resumes."""

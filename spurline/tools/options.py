@@ -14,9 +14,11 @@ from spurline.config import Job, RunConfig
 from spurline.config.presets import PRESETS
 from spurline.config_io import ConfigError, family_of, load, not_among, preset_problems
 from spurline.data import check_data
+from spurline.data.hf_datasets import SCHEME as DATASET_SCHEME
 from spurline.hf.settings import run_config_for
 from spurline.models import family_configs
 from spurline.parallel.degrees import degree_problems
+from spurline.remote import is_remote, scheme_problems
 from spurline.run_folders import LATEST, find_run, latest_run
 from spurline.tools.parsing import UserPackage, described, load_user_code, parse, split_options, wants_help
 from spurline.train.base_model import base_problems
@@ -204,10 +206,15 @@ def _with_folder(run_config: RunConfig[Any], config: str) -> RunConfig[Any]:
 def run_problems(config: RunConfig[Any]) -> list[str]:
     """Everything that prevents a run with this config from starting on this machine."""
     folder = config.job.dump_folder or config.job.runs_folder
-    found = config.problems() + check_data(config.data) + folder_problems(folder) + resume_problems(config)
-    found += initial_load_problems(config)
-    if config.checkpoint.enable and not found:
-        found += folder_problems(str(CheckpointFolder(folder).path))
+    if remote := remote_problems(config):
+        return config.problems() + remote
+    found = config.problems() + check_data(config.data) + folder_problems(folder)
+    try:
+        found += resume_problems(config) + initial_load_problems(config)
+    except ValueError as error:  # a remote folder that can't be read
+        found.append(str(error))
+    if config.checkpoint.enable and not found and not is_remote(config.checkpoint.folder):
+        found += folder_problems(str(CheckpointFolder(folder, elsewhere=config.checkpoint.folder).path))
     return found + base_problems(config) + _degree_problems(config)
 
 
@@ -223,6 +230,32 @@ def _degree_problems(config: RunConfig[Any]) -> list[str]:
     return degree_problems(config.parallelism, world_size, model=config.model, training=config.training)
 
 
+def remote_problems(config: RunConfig[Any]) -> list[str]:
+    """URLs where paths are wanted, and those with a scheme that is not known."""
+    job, data, debug = config.job, config.data, config.debug
+    folders = {"job.dump_folder": job.dump_folder, "job.runs_folder": job.runs_folder, "job.resume": job.resume}
+    others = {
+        "data.path": data.path,
+        "data.tokenizer": data.tokenizer,
+        "lora.base": config.lora.base,
+        "debug.record_routing": debug.record_routing,
+        "debug.replay_routing": debug.replay_routing,
+        INITIAL_LOAD: config.checkpoint.initial_load_path,
+    }
+    found = [
+        f"{name} {value}: metrics, logs and the lock of a run need a folder of this machine or a mounted one;"
+        " checkpoints can be remote: --checkpoint.folder"
+        for name, value in folders.items()
+        if is_remote(value)
+    ]
+    found += [
+        f"{name} {value}: only --checkpoint.folder can be remote: copy it to this machine, or mount it"
+        for name, value in others.items()
+        if any(is_remote(part.strip()) and not part.strip().startswith(DATASET_SCHEME) for part in value.split(","))
+    ]
+    return found + scheme_problems(config.checkpoint.folder)
+
+
 def resume_problems(config: RunConfig[Any]) -> list[str]:
     """Why the run that is to be resumed can't be."""
     job = config.job
@@ -234,7 +267,7 @@ def resume_problems(config: RunConfig[Any]) -> list[str]:
         return [f"job.resume {LATEST}: there is no run in {job.runs_folder}"]
     if job.resume != LATEST and find_run(job.resume) != Path(job.dump_folder):
         return [f"job.resume {job.resume} and job.dump_folder {job.dump_folder} are two folders: give one of the two"]
-    if not CheckpointFolder(job.dump_folder).steps():
+    if not CheckpointFolder(job.dump_folder, elsewhere=config.checkpoint.folder).steps():
         return [f"job.resume {job.resume}: {job.dump_folder} has no complete checkpoint"]
     return []
 

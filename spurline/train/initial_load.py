@@ -58,8 +58,10 @@ def _steps(run_folder: Path) -> list[int]:
 
 def has_own_checkpoint(config: RunConfig[Any]) -> bool:
     """Whether the run is going to resume, so that other weights are of no use."""
-    folder = config.job.dump_folder
-    return config.checkpoint.enable and bool(folder) and bool(CheckpointFolder(folder).steps())
+    folder, elsewhere = config.job.dump_folder, config.checkpoint.folder
+    if not config.checkpoint.enable or not (folder or elsewhere):
+        return False
+    return bool(CheckpointFolder(folder, elsewhere=elsewhere).steps())
 
 
 def initial_load_problems(config: RunConfig[Any]) -> list[str]:

@@ -78,8 +78,10 @@ def train(module: str, config_name: str, config: RunConfig[Any]) -> Ended:
         saving = "saving a checkpoint" if config.checkpoint.enable else "ending, without a checkpoint,"
         answer = f"{saving} after this step; again ends at once" if world.is_first else ""
         stop_signal = signals.enter_context(StopSignal(answer))
-        guard.own_folder(trainer, lambda: own(folder, config.job, claim.is_restart))
+        guard.own_folder(trainer, lambda: own(folder, config, claim.is_restart))
         checkpoints = open_checkpoints(folder, config, progress.log)
+        if config.checkpoint.enable:
+            checkpoints.refuse_unless_writable()
         if config.lora.rank:
             trainer.base = load_base(trainer.model, config)
         start, crashes = None, None
@@ -174,6 +176,7 @@ def open_checkpoints(folder: Path, config: RunConfig[Any], say: Callable[[str], 
         model_config=asdict(config.model),
         say=say,
         sign_key=read_key(section.sign_key_file),
+        elsewhere=section.folder,
     )
 
 

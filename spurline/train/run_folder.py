@@ -126,7 +126,7 @@ def _folder_of_job(job: Job, launched_as: str) -> Path | None:
 
 def refuse_other_run(folder: Path, config: RunConfig[Any]) -> None:
     """A ValueError if the folder has a run that this one would change, and is not meant to go on with."""
-    job, steps = config.job, CheckpointFolder(folder).steps()
+    job, steps = config.job, CheckpointFolder(folder, elsewhere=config.checkpoint.folder).steps()
     if numbered_runs(folder):
         raise ValueError(
             f"job.dump_folder {folder} has numbered runs in it: choose a folder of its own, or omit the option for the"
@@ -202,10 +202,14 @@ def _sees(token: Path, sleep: Callable[[float], None] = time.sleep) -> bool:
         sleep(0.2)
 
 
-def overwrite(folder: Path, job: Job, is_restart: bool) -> None:
+def overwrite(folder: Path, config: RunConfig[Any], is_restart: bool) -> None:
     """With --job.overwrite, remove the run in the folder, which must be this job's own."""
     # torchrun starts the same command again after a failure, which then resumes.
-    if job.overwrite and not is_restart:
+    if config.job.overwrite and not is_restart:
+        if config.checkpoint.folder:
+            checkpoints = CheckpointFolder(folder, elsewhere=config.checkpoint.folder)
+            for step in checkpoints.named_steps():
+                checkpoints.remove(step)
         for name in ("checkpoints", "logs", "profile"):
             shutil.rmtree(folder / name, ignore_errors=True)
         (folder / "failures.jsonl").unlink(missing_ok=True)
@@ -231,9 +235,9 @@ def how_to_resume(config: RunConfig[Any]) -> str:
     return "run the same command to resume"
 
 
-def own(folder: Path, job: Job, is_restart: bool) -> None:
+def own(folder: Path, config: RunConfig[Any], is_restart: bool) -> None:
     """What the first rank does once the folder is this job's."""
-    overwrite(folder, job, is_restart)
+    overwrite(folder, config, is_restart)
     set_latest(folder)
 
 

@@ -7,10 +7,15 @@ step-00000100/                 a checkpoint: renamed to this when it was complet
 .step-00000200.tmp/            a checkpoint that is being written, or was when the run was killed
 .step-00000100.replaced.tmp/   the old checkpoint while a new one of the same step is renamed
 .step-00000100.removed.tmp/    a checkpoint that is being removed
+
+In a remote folder (s3://...), which knows no rename, a checkpoint is written in place: it is complete when its last
+file, checkpoint.json, is there, and no checkpoint any more as soon as that is removed.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
 import re
 import shutil
@@ -18,33 +23,68 @@ from pathlib import Path
 
 from spurline.data.prepared_index import StoredFile, content_problem
 from spurline.files import publish
+from spurline.remote import RemotePath, is_remote
 from spurline.train.checkpoint.record import RECORD, CheckpointRecord, read_record, write_record
+from spurline.untrusted import read_json
+
+_CHUNK_BYTES = 2**24
 
 
 class CheckpointFolder:
     """The checkpoints of one run, by step. Only one process at a time may change them."""
 
-    def __init__(self, run_folder: str | os.PathLike[str], sign_key: bytes | None = None) -> None:
-        """With a key, records are signed, and those without a valid signature are not read."""
-        self.path = Path(run_folder) / "checkpoints"
+    def __init__(
+        self, run_folder: str | os.PathLike[str], sign_key: bytes | None = None, elsewhere: str | None = None
+    ) -> None:
+        """With a key, records are signed, and those without a valid signature are not read.
+
+        `elsewhere` is checkpoint.folder of the run's config; None reads it from the run's config.json.
+        """
+        place = _place_in_config(Path(run_folder)) if elsewhere is None else elsewhere
+        self.path: Path | RemotePath = Path(run_folder) / "checkpoints"
+        if place:
+            self.path = RemotePath(place) if is_remote(place) else Path(place)
         self._sign_key = sign_key
 
     def named_steps(self) -> list[int]:
         """The steps of all folders with the name of a checkpoint, intact or not, ascending."""
-        names = [path.name for path in self.path.glob("step-*")]
+        try:
+            names = self.path.names() if isinstance(self.path, RemotePath) else os.listdir(self.path)
+        except OSError as error:
+            if isinstance(self.path, RemotePath):
+                raise ValueError(f"{self.path}: {error.strerror}") from None
+            names = []
         return sorted(int(name.removeprefix("step-")) for name in names if re.fullmatch(r"step-[0-9]{8,18}", name))
 
     def steps(self) -> list[int]:
         """The steps of the complete checkpoints, ascending."""
         return [step for step in self.named_steps() if (self.at(step) / RECORD).exists()]
 
-    def at(self, step: int) -> Path:
+    def at(self, step: int) -> Path | RemotePath:
         return self.path / f"step-{step:08d}"
 
-    def temporary(self, step: int) -> Path:
-        return self.path / f".step-{step:08d}.tmp"
+    def temporary(self, step: int) -> Path | RemotePath:
+        """Where a checkpoint is written before it is published."""
+        return self.path / f".step-{step:08d}.tmp" if isinstance(self.path, Path) else self.at(step)
 
-    def complete(self, step: int) -> Path:
+    def prepare(self, step: int) -> None:
+        """Make room for a checkpoint that is about to be written."""
+        if isinstance(self.path, Path):
+            self.path.mkdir(parents=True, exist_ok=True)
+        elif step in self.named_steps():
+            self.remove(step)
+        self.clean()
+
+    def discard(self, step: int) -> None:
+        """Remove what was written of a checkpoint that failed."""
+        temporary = self.temporary(step)
+        if isinstance(temporary, Path):
+            shutil.rmtree(temporary, ignore_errors=True)
+        else:
+            with contextlib.suppress(OSError):
+                temporary.remove_tree()
+
+    def complete(self, step: int) -> Path | RemotePath:
         """The folder of the checkpoint of `step`; a ValueError that lists the steps there are if it does not exist."""
         if step not in self.steps():
             there = ", ".join(map(str, self.steps())) or "none"
@@ -76,7 +116,8 @@ class CheckpointFolder:
         return self._content_problem(step, stored[0]) if stored else missing
 
     def _content_problem(self, step: int, stored: StoredFile) -> str:
-        return content_problem(str(self.at(step)), stored)
+        folder = self.at(step)
+        return content_problem(str(folder), stored) if isinstance(folder, Path) else _remote_problem(folder, stored)
 
     def best(self) -> int | None:
         """The step with the lowest validation loss; the newest of several."""
@@ -94,6 +135,8 @@ class CheckpointFolder:
         """Turn the temporary folder of a step, with all files written, into its checkpoint."""
         temporary, path = self.temporary(record.step), self.at(record.step)
         write_record(temporary, record, self._sign_key)
+        if not isinstance(temporary, Path) or not isinstance(path, Path):
+            return
         if path.exists():
             path.rename(self._aside(record.step))
         publish(temporary, path)
@@ -101,14 +144,25 @@ class CheckpointFolder:
 
     def remove(self, step: int) -> None:
         """Rename it first, so that a kill during the removal leaves nothing that looks complete."""
+        path = self.at(step)
+        if isinstance(path, RemotePath) or isinstance(self.path, RemotePath):
+            assert isinstance(path, RemotePath)
+            if (path / RECORD).exists():
+                (path / RECORD).unlink()
+            path.remove_tree()
+            return
         removed = self.path / f".step-{step:08d}.removed.tmp"
         if removed.exists():
             shutil.rmtree(removed)
-        self.at(step).rename(removed)
+        path.rename(removed)
         shutil.rmtree(removed)
 
     def clean(self) -> None:
         """Remove what a killed run left behind; not while another process writes."""
+        if isinstance(self.path, RemotePath):
+            for step in set(self.named_steps()) - set(self.steps()):
+                self.remove(step)
+            return
         for aside in self.path.glob(".step-*.replaced.tmp"):
             # Killed between two renames: the new checkpoint is not in place yet.
             path = self.path / aside.name.removeprefix(".").removesuffix(".replaced.tmp")
@@ -118,4 +172,28 @@ class CheckpointFolder:
             shutil.rmtree(path)
 
     def _aside(self, step: int) -> Path:
+        assert isinstance(self.path, Path)
         return self.path / f".step-{step:08d}.replaced.tmp"
+
+
+def _place_in_config(run_folder: Path) -> str:
+    """checkpoint.folder in the config.json of a run; empty if there is none."""
+    try:
+        section = read_json(run_folder / "config.json").get("checkpoint")
+        place = section.get("folder") if isinstance(section, dict) else ""
+    except (OSError, ValueError, AttributeError):
+        return ""
+    return place if isinstance(place, str) else ""
+
+
+def _remote_problem(folder: RemotePath, stored: StoredFile) -> str:
+    """The error if a file has the wrong size or checksum, else an empty string."""
+    path, digest = folder / stored.name, hashlib.sha256()
+    try:
+        if (num_bytes := path.size()) != stored.num_bytes:
+            return f"'{path}' has {num_bytes:,} bytes instead of {stored.num_bytes:,}"
+        for begin in range(0, num_bytes, _CHUNK_BYTES):
+            digest.update(path.read_range(begin, min(begin + _CHUNK_BYTES, num_bytes)))
+    except OSError as error:
+        return f"can't read '{path}': {error.strerror}"
+    return "" if digest.hexdigest() == stored.sha256 else f"'{path}' is damaged: its checksum differs from the index"

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from spurline.remote import RemotePath
 from spurline.untrusted import read_json, reason
 
 METADATA = "metadata.json"
@@ -77,7 +78,7 @@ def to_json(tensors: Mapping[str, TensorLayout]) -> str:
     return json.dumps({"tensors": content}, separators=(",", ":"))
 
 
-def read_layout(folder: Path, file_sizes: Mapping[str, int]) -> Layout:
+def read_layout(folder: Path | RemotePath, file_sizes: Mapping[str, int]) -> Layout:
     """The layout in metadata.json; a ValueError unless every chunk lies inside its tensor and its file.
 
     `file_sizes` are those of checkpoint.json, by name.

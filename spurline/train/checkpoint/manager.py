@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from spurline.remote import RemotePath, remove_probe, write_probe
 from spurline.train.checkpoint.compatibility import config_differences, tensor_differences
 from spurline.train.checkpoint.finite import is_finite, non_finite_names
 from spurline.train.checkpoint.folder import CheckpointFolder
@@ -58,12 +58,14 @@ class CheckpointManager:
         model_config: Mapping[str, Any] | None = None,
         say: Callable[[str], None] = lambda line: None,
         sign_key: bytes | None = None,
+        elsewhere: str | None = None,
     ) -> None:
         """`model_config` is stored, and compared when a checkpoint is loaded; `say` shows a line to the user.
 
-        With `sign_key`, checkpoints are signed, and those without a valid signature are not read.
+        With `sign_key`, checkpoints are signed, and those without a valid signature are not read. `elsewhere` is the
+        option checkpoint.folder; None takes it from the run's config.json.
         """
-        self._files = CheckpointFolder(run_folder, sign_key)
+        self._files = CheckpointFolder(run_folder, sign_key, elsewhere)
         self.folder = self._files.path
         self.interval = interval
         self.keep_latest_k = keep_latest_k
@@ -91,6 +93,18 @@ class CheckpointManager:
                 self._files.remove(later)
 
     # Writing.
+
+    def refuse_unless_writable(self) -> None:
+        """A ValueError on all ranks, before the first step, if one can't write to a remote folder, or has another."""
+        if not isinstance(self.folder, RemotePath):
+            return
+        folder, ranks = self.folder, Ranks()
+        own, first = f".probe-{ranks.rank:05d}", ".probe-00000"
+        ranks.gather(lambda: write_probe(folder, own))
+        seen = ranks.gather((folder / first).exists)
+        ranks.gather(lambda: remove_probe(folder, own))
+        if not all(seen):
+            raise ValueError(f"{folder}: rank {seen.index(False)} does not see there what rank 0 writes")
 
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, extra: dict[str, Any]) -> None:
         """Write the checkpoint of `step`, then remove older ones except the latest keep_latest_k (0: keep all).
@@ -150,12 +164,12 @@ class CheckpointManager:
         try:
             if not_finite := self._not_finite(state, ranks):
                 raise DivergedError(f"{not_finite}. The run has diverged: lower the learning rate, or look at the data")
-            ranks.first(self._prepare_folder)
+            ranks.first(lambda: self._files.prepare(record.step))
             files = write_state(state, self._files.temporary(record.step), ranks, planner)
             ranks.first(lambda: self._publish(replace(record, files=files)))
         except Exception as error:
             if ranks.rank == 0:  # no rank is writing any more
-                shutil.rmtree(self._files.temporary(record.step), ignore_errors=True)
+                self._files.discard(record.step)
             if not isinstance(error, ValueError):
                 raise
             kind = type(error) if isinstance(error, RunError) else ValueError
@@ -177,10 +191,6 @@ class CheckpointManager:
         where = f" (rank {rank})" if ranks.size > 1 else ""
         more = f", nor are {len(names) - 1} more tensors" if len(names) > 1 else ""
         return f"{names[0]} is not finite{where}{more}"
-
-    def _prepare_folder(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._files.clean()
 
     def _publish(self, record: CheckpointRecord) -> None:
         self._files.publish(record)

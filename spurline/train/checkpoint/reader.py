@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 from torch.futures import Future
 
+from spurline.remote import RemotePath
 from spurline.train.checkpoint import version1
 from spurline.train.checkpoint.layout import Chunk, Layout, Place, TensorLayout, read_layout
 from spurline.train.checkpoint.record import CheckpointRecord
@@ -26,7 +27,7 @@ from spurline.untrusted import open_regular
 class StoredCheckpoint:
     """The tensors in the folder of a checkpoint."""
 
-    def __init__(self, folder: Path, record: CheckpointRecord) -> None:
+    def __init__(self, folder: Path | RemotePath, record: CheckpointRecord) -> None:
         self.folder, self.record = folder, record
         sizes = {stored.name: stored.num_bytes for stored in record.files}
         self.layout: Layout = version1.read_layout(folder, sizes) if record.version == 1 else read_layout(folder, sizes)
@@ -85,7 +86,12 @@ class StoredCheckpoint:
         return _read_bytes(self.folder, place).view(entry.dtype).view(shape)
 
 
-def _read_bytes(folder: Path, place: Place) -> Tensor:
+def _read_bytes(folder: Path | RemotePath, place: Place) -> Tensor:
+    if isinstance(folder, RemotePath):
+        found = (folder / place.file).read_range(place.begin, place.begin + place.num_bytes) if place.num_bytes else b""
+        if len(found) != place.num_bytes:
+            raise ValueError(f"'{folder / place.file}' ended while it was read")
+        return torch.frombuffer(bytearray(found), dtype=torch.uint8) if found else torch.empty(0, dtype=torch.uint8)
     data = torch.empty(place.num_bytes, dtype=torch.uint8)
     rest: memoryview = data.numpy().data
     with open_regular(folder / place.file) as file:

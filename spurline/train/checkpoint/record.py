@@ -11,6 +11,7 @@ from typing import Any
 
 from spurline.data.prepared_index import StoredFile, stored_file_problem
 from spurline.files import sync
+from spurline.remote import RemotePath
 from spurline.train.checkpoint.signature import is_signed, signature
 from spurline.typed_json import ADDED_LATER, from_json
 from spurline.untrusted import read_json, reason
@@ -45,16 +46,17 @@ class CheckpointRecord:
         return ".metadata" if self.version == 1 else "metadata.json"
 
 
-def write_record(folder: Path, record: CheckpointRecord, sign_key: bytes | None = None) -> None:
+def write_record(folder: Path | RemotePath, record: CheckpointRecord, sign_key: bytes | None = None) -> None:
     """Write it into the temporary folder of a checkpoint, which is published as a whole."""
     content, path = dataclasses.asdict(record), folder / RECORD
     signed = {"hmac_sha256": signature(_canonical(content), sign_key)} if sign_key else {}
     stored = {"sha256": _sha256(content), **signed, "checkpoint": content}
     path.write_text(json.dumps(stored, indent=2), encoding="utf-8")
-    sync(path)
+    if isinstance(path, Path):
+        sync(path)
 
 
-def read_record(folder: Path, sign_key: bytes | None = None) -> CheckpointRecord:
+def read_record(folder: Path | RemotePath, sign_key: bytes | None = None) -> CheckpointRecord:
     """What `write_record` wrote; a ValueError names the file and what is wrong with it.
 
     With a key, the signature is checked before anything else.

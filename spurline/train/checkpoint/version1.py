@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from spurline.remote import RemotePath
 from spurline.train.checkpoint.layout import DTYPES, Chunk, Layout, Place, TensorLayout, check_layout
 from spurline.train.checkpoint.plain_pickle import Held, Maker, read_pickle
 from spurline.untrusted import open_regular, read_bytes, reason
@@ -93,7 +94,7 @@ _STORAGES = {
 }
 
 
-def read_layout(folder: Path, file_sizes: Mapping[str, int]) -> Layout:
+def read_layout(folder: Path | RemotePath, file_sizes: Mapping[str, int]) -> Layout:
     """The layout in .metadata; a ValueError unless all of it lies inside of tensors and files."""
     path = folder / METADATA
     try:
@@ -159,7 +160,7 @@ def _tensor(name: str, entry: _Tensor, place_of: Mapping[tuple[str, Any], Place]
 # Tensors and objects.
 
 
-def read_tensor(folder: Path, place: Place, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+def read_tensor(folder: Path | RemotePath, place: Place, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     """A chunk of a tensor."""
     tensor = _read_saved(folder, place, {})
     if not isinstance(tensor, Tensor) or tensor.dtype != dtype or tuple(tensor.shape) != shape:
@@ -167,14 +168,14 @@ def read_tensor(folder: Path, place: Place, dtype: torch.dtype, shape: tuple[int
     return tensor
 
 
-def read_extra(folder: Path, layout: Layout) -> dict[str, Any]:
+def read_extra(folder: Path | RemotePath, layout: Layout) -> dict[str, Any]:
     extra = _read_object(folder, layout, "extra")
     if type(extra) is not dict:
         raise ValueError(f"'{folder}' is damaged: its extra is not a dict")
     return extra
 
 
-def read_random_state(folder: Path, layout: Layout, rank: int) -> dict[str, Any]:
+def read_random_state(folder: Path | RemotePath, layout: Layout, rank: int) -> dict[str, Any]:
     state = _read_object(folder, layout, f"random.{rank}")
     if type(state) is not dict:
         raise ValueError(f"'{folder}' is damaged: its random state is not a dict")
@@ -185,7 +186,7 @@ def _plain(value: Any) -> Any:
     return value.array() if isinstance(value, _Array) else value
 
 
-def _read_object(folder: Path, layout: Layout, name: str) -> Any:
+def _read_object(folder: Path | RemotePath, layout: Layout, name: str) -> Any:
     if name not in layout.objects:
         raise ValueError(f"'{folder}' is damaged: it has no {name!r}")
     place = layout.objects[name]
@@ -196,7 +197,7 @@ def _read_object(folder: Path, layout: Layout, name: str) -> Any:
     return stored[0]
 
 
-def _read_saved(folder: Path, place: Place, names: Mapping[str, Maker]) -> Any:
+def _read_saved(folder: Path | RemotePath, place: Place, names: Mapping[str, Maker]) -> Any:
     """What torch.save wrote to this place."""
     path = folder / place.file
     try:

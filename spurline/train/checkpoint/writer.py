@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from spurline.data.prepared_index import StoredFile
+from spurline.remote import RemotePath
 from spurline.train.checkpoint.layout import METADATA, Chunk, Place, TensorLayout, to_json
 from spurline.train.checkpoint.ranks import Ranks
 
@@ -25,7 +26,7 @@ MAX_FILE_BYTES = 4 * 10**9
 
 
 def write_state(
-    state: dict[str, Tensor], folder: Path, ranks: Ranks, planner: dcp.SavePlanner | None = None
+    state: dict[str, Tensor], folder: Path | RemotePath, ranks: Ranks, planner: dcp.SavePlanner | None = None
 ) -> list[StoredFile]:
     """Write `state` into an empty or new folder; returns the files of all ranks. An error on one is raised on all."""
     writer = TensorWriter(folder, ranks.rank)
@@ -38,7 +39,7 @@ def write_state(
 
 
 class TensorWriter(dcp.StorageWriter):
-    def __init__(self, folder: Path, rank: int) -> None:
+    def __init__(self, folder: Path | RemotePath, rank: int) -> None:
         self._folder, self._rank = folder, rank
         self.stored: list[StoredFile] = []
         """The files that this rank has written."""
@@ -50,7 +51,8 @@ class TensorWriter(dcp.StorageWriter):
         pass
 
     def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
-        self._folder.mkdir(parents=True, exist_ok=True)
+        if isinstance(self._folder, Path):
+            self._folder.mkdir(parents=True, exist_ok=True)
         return plan
 
     def prepare_global_plan(self, plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
@@ -101,11 +103,14 @@ def _bytes_of(tensor: Any) -> memoryview:
 class ChecksummedStream:
     """A new file that is written from its beginning to its end."""
 
-    def __init__(self, folder: Path, name: str) -> None:
+    def __init__(self, folder: Path | RemotePath, name: str) -> None:
         self.name = name
         self.num_bytes = 0
         self._sha256 = hashlib.sha256()
-        self._file = open(folder / name, "wb", buffering=0)  # noqa: SIM115 (finish() closes it)
+        path = folder / name
+        self._is_local = isinstance(path, Path)
+        # finish() closes it
+        self._file: IO[bytes] = path.open("wb", buffering=0) if isinstance(path, Path) else path.open("wb")
 
     def write(self, data: bytes | memoryview) -> None:
         self._sha256.update(data)
@@ -115,7 +120,8 @@ class ChecksummedStream:
             rest = rest[self._file.write(rest) :]
 
     def finish(self) -> StoredFile:
-        """Flush the file to the disk."""
+        """Flush the file to the disk, or to where it is stored."""
         with self._file:
-            os.fsync(self._file.fileno())
+            if self._is_local:
+                os.fsync(self._file.fileno())
         return StoredFile(self.name, self.num_bytes, self._sha256.hexdigest())

@@ -1,0 +1,132 @@
+"""Folders that a URL names, such as s3://bucket/run, through fsspec, which is imported on use. Free of torch.
+
+Object stores have no rename and no empty folders: what is published there is complete when its last file is there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import IO, Any
+
+_PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
+
+
+def is_remote(path: str | os.PathLike[str]) -> bool:
+    """Whether this is a URL with a scheme: no path of this machine."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", str(path)) is not None
+
+
+class RemotePath(os.PathLike[str]):
+    """A file or folder behind a URL, with what `pathlib.Path` calls its operations; errors are OSErrors of one line."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+
+    def __str__(self) -> str:
+        return self.url
+
+    def __fspath__(self) -> str:
+        raise TypeError(f"{self.url} is not a path of this machine")
+
+    def __truediv__(self, name: str) -> RemotePath:
+        return RemotePath(f"{self.url}/{name}")
+
+    @property
+    def name(self) -> str:
+        return self.url.rpartition("/")[2]
+
+    def names(self) -> list[str]:
+        """What is in the folder; nothing if it is not there."""
+        try:
+            return [entry.rstrip("/").rpartition("/")[2] for entry in self._call("ls", self._path, detail=False)]
+        except FileNotFoundError:
+            return []
+
+    def exists(self) -> bool:
+        return bool(self._call("exists", self._path))
+
+    def size(self) -> int:
+        return int(self._call("size", self._path))
+
+    def open(self, mode: str = "rb") -> IO[bytes]:
+        if mode == "wb":  # object stores need no folders, others do
+            self._call("makedirs", self._path.rpartition("/")[0], exist_ok=True)
+        file: IO[bytes] = self._call("open", self._path, mode)
+        return file
+
+    def read_range(self, begin: int, end: int) -> bytes:
+        content: bytes = self._call("cat_file", self._path, start=begin, end=end)
+        return content
+
+    def write_text(self, text: str, encoding: str = "utf-8") -> None:
+        self._call("pipe_file", self._path, text.encode(encoding))
+
+    def unlink(self) -> None:
+        self._call("rm_file", self._path)
+
+    def remove_tree(self) -> None:
+        if self.exists():
+            self._call("rm", self._path, recursive=True)
+
+    @property
+    def _path(self) -> str:
+        return str(self.filesystem()._strip_protocol(self.url))
+
+    def filesystem(self) -> Any:
+        """What fsspec has for the scheme; a ValueError of one line if it has nothing, or needs another package."""
+        scheme = self.url.partition("://")[0]
+        try:
+            import fsspec
+
+            return fsspec.filesystem(scheme)
+        except ImportError:
+            package = _PACKAGES.get(scheme, "fsspec")
+            raise ValueError(f"{self.url}: {scheme}:// needs the package {package}: pip install {package}") from None
+        except ValueError as error:
+            raise ValueError(f"{self.url}: {str(error).partition(chr(10))[0]}") from None
+
+    def _call(self, name: str, *arguments: Any, **options: Any) -> Any:
+        filesystem = self.filesystem()
+        filesystem.invalidate_cache()  # another process may have written
+        try:
+            return getattr(filesystem, name)(*arguments, **options)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(error.errno or 2, "no such file or bucket", self.url) from None
+        except OSError as error:
+            raise OSError(error.errno or 5, _one_line(error), self.url) from None
+        except Exception as error:  # of the libraries behind fsspec: no credentials, no connection
+            raise OSError(5, _one_line(error), self.url) from None
+
+
+def scheme_problems(url: str) -> list[str]:
+    """Why nothing can be reached by the scheme of a URL; empty if it is known, and for paths."""
+    try:
+        if is_remote(url):
+            RemotePath(url).filesystem()
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
+def write_probe(folder: RemotePath, name: str) -> None:
+    """Write a file and read it; a ValueError of one line if one of the two is not allowed."""
+    try:
+        (folder / name).write_text("spurline")
+        if (folder / name).read_range(0, 8) != b"spurline":
+            raise OSError(5, "what was written is not what is read")
+    except OSError as error:
+        raise ValueError(f"{folder}: can't write there: {error.strerror}") from None
+
+
+def remove_probe(folder: RemotePath, name: str) -> None:
+    """Remove what `write_probe` has written."""
+    try:
+        (folder / name).unlink()
+    except OSError as error:
+        raise ValueError(f"{folder}: can't remove files there: {error.strerror}") from None
+
+
+def _one_line(error: BaseException) -> str:
+    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return text.strip().partition("\n")[0][:300]
