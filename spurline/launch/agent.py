@@ -23,7 +23,7 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from spurline.launch.network import interface_of
 from spurline.launch.options import Options
-from spurline.launch.rendezvous import meeting_place
+from spurline.launch.rendezvous import Rounds, meeting_place
 from spurline.launch.signals import Signals
 from spurline.train.exit_codes import ExitCode, exit_code_of_signal
 from spurline.train.stop_signal import STOP_SIGNALS
@@ -38,9 +38,9 @@ class LaunchError(ValueError):
 class Agent(LocalElasticAgent):
     """torchrun's agent, with our rules for the end of ranks."""
 
-    def __init__(self, spec: WorkerSpec, logs: LogsSpecs, grace: int, signals: Signals) -> None:
+    def __init__(self, spec: WorkerSpec, place: Rounds, logs: LogsSpecs, grace: int, signals: Signals) -> None:
         super().__init__(spec, logs, log_line_prefix_template="[rank${rank}]:", shutdown_timeout=grace)
-        self._signals = signals
+        self.place, self._signals = place, signals
         self.was_hurried = False
         """Whether a second signal came while ranks were ending."""
 
@@ -93,7 +93,7 @@ def run_ranks(options: Options, command: list[str]) -> int:
     )
     with Signals() as signals, tempfile.TemporaryDirectory(prefix="spurline_ranks_") as folder:
         logs = DefaultLogsSpecs(log_dir=folder, tee=Std.ALL, local_ranks_filter=options.shown_ranks)
-        return _run(Agent(spec, logs, options.grace, signals), options)
+        return _run(Agent(spec, place, logs, options.grace, signals), options)
 
 
 def _set_environment(options: Options) -> None:
@@ -108,12 +108,14 @@ def _set_environment(options: Options) -> None:
 
 
 def _run(agent: Agent, options: Options) -> int:
-    place = agent.get_worker_group().spec.rdzv_handler
+    place = agent.place
     try:
         result = agent.run()
     except SignalException as stop:
         codes = agent.exit_codes()
         is_whole = len(codes) == options.ranks and not agent.was_hurried
+        if is_whole:
+            place.leave()
         return max(codes) if is_whole else shell_code(-stop.sigval)
     except RendezvousTimeoutError:
         raise LaunchError(
@@ -123,13 +125,17 @@ def _run(agent: Agent, options: Options) -> int:
     except RendezvousClosedError:
         raise LaunchError("the job has ended on the other nodes; see their output") from None
     except (RendezvousError, dist.DistError) as error:
-        raise LaunchError(f"{_nobody_at(options)} ({str(error).splitlines()[0]})") from None
+        raise LaunchError(
+            f"the connection to {options.rdzv_endpoint} is lost: the job has ended there, or that node is gone"
+            f" ({str(error).splitlines()[0]})"
+        ) from None
     place.shutdown()
     if result is None or not result.is_failed():
         return ExitCode.FINISHED
     rank, failure = first_failure(result.failures)
     if failure.exitcode not in STOPPED_CODES:
         _tell(rank, failure, is_shown=failure.local_rank in options.shown_ranks)
+    place.leave()
     return shell_code(failure.exitcode)
 
 

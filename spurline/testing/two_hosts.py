@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import shlex
 import signal
 import subprocess
 import sys
@@ -95,9 +96,20 @@ def why_not() -> str:
 
 
 def launch(hosts: Hosts, host: str, text: Path, folder: Path, **variables: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "spurline", "launch", "--ranks", "2", "--nnodes", "2", "--restarts", "3"]
-    command += ["--rdzv_endpoint", f"{ADDRESS['a']}:29500", "--", *OPTIONS.split()]
-    return hosts.start(host, [*command, "--data.path", str(text), "--job.dump_folder", str(folder)], **variables)
+    return hosts.start(host, launch_command(text, folder), **variables)
+
+
+def launch_command(text: Path, folder: Path, restarts: int = 3) -> list[str]:
+    command = [sys.executable, "-m", "spurline", "launch", "--ranks", "2", "--nnodes", "2"]
+    command += ["--restarts", str(restarts), "--rdzv_endpoint", f"{ADDRESS['a']}:29500", "--", *OPTIONS.split()]
+    return [*command, "--data.path", str(text), "--job.dump_folder", str(folder)]
+
+
+def launch_with_own_disk(hosts: Hosts, host: str, text: Path, folder: Path) -> subprocess.Popen[str]:
+    """The same on a host for which the parent of the run folder is a disk of its own."""
+    words = shlex.join(launch_command(text, folder, restarts=0))
+    mounted = f"mount -t tmpfs none {shlex.quote(str(folder.parent))} && cd / && exec {words}"
+    return hosts.start(host, ["unshare", "--mount", "sh", "-c", mounted])
 
 
 def train(hosts: Hosts, text: Path, folder: Path) -> None:

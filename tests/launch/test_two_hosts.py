@@ -8,7 +8,7 @@ import pytest
 
 from spurline.testing.run_result import run_result
 from spurline.testing.tiny import write_words
-from spurline.testing.two_hosts import STEPS, Hosts, train, train_and_lose_a_host, why_not
+from spurline.testing.two_hosts import STEPS, Hosts, launch, launch_with_own_disk, train, train_and_lose_a_host, why_not
 
 
 @pytest.mark.slow
@@ -27,3 +27,21 @@ def test_run_that_lost_a_host_in_a_random_step_ends_like_an_undisturbed_one(tmp_
     assert "restart 1, because rank " in said
     assert f"[rank0]:step {STEPS}/{STEPS}" in said
     assert run_result(tmp_path / "lost") == run_result(tmp_path / "undisturbed")
+
+
+@pytest.mark.slow
+def test_hosts_that_do_not_share_the_run_folder_are_refused(tmp_path: Path) -> None:
+    if reason := why_not():
+        pytest.skip(f"two hosts can't be made here: {reason}")
+    (tmp_path / "text").mkdir()
+    (tmp_path / "runs").mkdir()
+    text = write_words(tmp_path / "text")
+    folder = tmp_path / "runs" / "run"
+    with Hosts() as hosts:
+        first = launch(hosts, "a", text, folder)
+        second = launch_with_own_disk(hosts, "b", text, folder)
+        said = [process.communicate() for process in (first, second)]
+    assert (first.returncode, second.returncode) == (2, 2), said
+    line = rf"spurline train: ranks 2, 3 \(on \S+\) can't see the run folder {folder} that rank 0"
+    assert re.search(line, said[0][1]), said[0][1]
+    assert not list(folder.glob("checkpoints/*"))
