@@ -46,9 +46,9 @@ class Rounds(RendezvousHandler):
         store = info.store  # its keys are those of this round
         if info.rank == 0:
             self._server = self._server or dist.TCPStore(self.address, 0, is_master=True, wait_for_workers=False)
-            number = self._store.add("spurline/rounds", 1) - 1
-            job = self._store.compare_set("spurline/job", "", secrets.token_hex(8))
-            store.set("spurline/round", f"{number} {self._server.port} {self.address} {job.decode()}")
+            before = self._store.add("spurline/rounds", 1) - 1
+            own = self._store.compare_set("spurline/job", "", secrets.token_hex(8)).decode()
+            store.set("spurline/round", f"{before} {self._server.port} {self.address} {own}")
         else:
             self._server = None
         number, port, address, job = store.get("spurline/round").decode().split()
