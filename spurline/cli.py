@@ -7,28 +7,21 @@ import sys
 from importlib import import_module
 
 from spurline.spelling import nearest
+from spurline.tools.commands import COMMANDS
 from spurline.version import __version__
 
-# name: (help line, "module:function"); the function takes the command's arguments and returns an exit code.
-COMMANDS: dict[str, tuple[str, str]] = {
-    "train": ("Train a model, from a preset or from an earlier run's config.json.", "spurline.tools.train:main"),
-    "launch": ("Train on several ranks, here or as a job of a cluster.", "spurline.tools.launch:main"),
-    "configs": ("List the model families and their presets, with parameter counts.", "spurline.tools.configs:main"),
-    "generate": ("Generate text from a trained model.", "spurline.tools.generate:main"),
-    "checkpoint": ("List, verify, inspect and prune the checkpoints of a run.", "spurline.tools.checkpoint:main"),
-    "convert": ("Import a Hugging Face model, or export a checkpoint as one.", "spurline.tools.convert:main"),
-    "replay": ("Take a step of a run again, and find where it stops being finite.", "spurline.tools.replay:main"),
-    "data": ("Tokenize data ahead of training, and verify the result.", "spurline.tools.data:main"),
-    "tokenizer": ("Train or inspect a tokenizer.", "spurline.tools.tokenizer:main"),
-    "report": ("Write an HTML report of one run, or a comparison of several.", "spurline.tools.report:main"),
-    "lr-find": ("Try learning rates at the run's batch size, and suggest one.", "spurline.tools.lr_find:main"),
-    "routing": ("Show which experts of a trained model fire on which text.", "spurline.tools.routing:main"),
-    "plan": ("Predict memory, bytes and time of a step on a cluster.", "spurline.tools.plan:main"),
-    "audit": ("Show what a step does that an accelerator waits for.", "spurline.tools.audit:main"),
-    "doctor": ("Show the environment: versions, devices, backends, compilers.", "spurline.tools.doctor:main"),
-    "bench": ("Benchmark the MoE layer and the training step against peers.", "spurline.tools.bench:main"),
-    "verify": ("Check all training modes against the reference, on CPU ranks.", "spurline.tools.verify:main"),
-}
+START = """\
+Spurline trains mixture-of-experts models, from one CPU to a GPU cluster.
+
+three commands to start with
+  spurline train --config deepseek_v3_debugmodel
+                           train a small model on this machine, in two minutes
+  spurline generate outputs/deepseek_v3_debugmodel --prompt "def "
+                           let it write
+  spurline runs            list the runs so far
+
+`spurline configs` lists other models, `spurline doctor` what this machine has,
+`spurline help` all commands."""
 
 HELP = """\
 Spurline trains mixture-of-experts models, from one CPU to a GPU cluster.
@@ -60,7 +53,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    name, rest = (argv[0], argv[1:]) if argv else ("--help", [])
+    if not argv:
+        print(START)
+        return 0
+    name, rest = argv[0], argv[1:]
     if name in ("-h", "--help", "help"):
         width = max(map(len, COMMANDS))
         print(HELP.format(commands="\n".join(f"  {name:<{width}}  {about}" for name, (about, _) in COMMANDS.items())))

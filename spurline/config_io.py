@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,27 @@ class ConfigError(ValueError):
         self.problems = problems
 
 
-def to_json(module: str, config_name: str, run_config: RunConfig[Any]) -> str:
+ENVIRONMENT = "environment"
+"""The entry of `config.json` about where the run was started; it is not read back."""
+
+
+def to_json(
+    module: str, config_name: str, run_config: RunConfig[Any], environment: Mapping[str, Any] | None = None
+) -> str:
     """The content of `config.json`: family and preset names, then every section with all its values."""
-    content = {"module": module, "config": config_name, **dataclasses.asdict(run_config)}
+    about = {ENVIRONMENT: dict(environment)} if environment else {}
+    content = {"module": module, "config": config_name, **about, **dataclasses.asdict(run_config)}
     return json.dumps(content, indent=2) + "\n"
 
 
-def save(path: str | Path, module: str, config_name: str, run_config: RunConfig[Any]) -> None:
-    write_file(path, to_json(module, config_name, run_config))
+def save(
+    path: str | Path,
+    module: str,
+    config_name: str,
+    run_config: RunConfig[Any],
+    environment: Mapping[str, Any] | None = None,
+) -> None:
+    write_file(path, to_json(module, config_name, run_config, environment))
 
 
 def load(path: str | Path, *, may_be_partial: bool = False) -> tuple[str, str, RunConfig[Any]]:
@@ -42,6 +56,7 @@ def load(path: str | Path, *, may_be_partial: bool = False) -> tuple[str, str, R
     if not isinstance(content, dict):
         raise ConfigError([f"{path}: a config file must be an object of sections, got {shown(content)}"])
     module, config_name = content.pop("module", ""), content.pop("config", "")
+    content.pop(ENVIRONMENT, None)
     if may_be_partial:
         module = module or family_of(config_name)
     problems = preset_problems(module, config_name)

@@ -207,7 +207,7 @@ def flat(config: Record, prefix: str = "") -> dict[str, Any]:
 
 
 def _config_section(runs: list[Run]) -> str:
-    configs = [flat(run.config) for run in runs]
+    configs = [flat({name: part for name, part in run.config.items() if name != "environment"}) for run in runs]
     if not any(configs):
         return ""
     parts = ["<h2>Configuration</h2>"]

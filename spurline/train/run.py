@@ -27,6 +27,7 @@ from spurline.train.checkpoint.manager import CheckpointManager
 from spurline.train.checkpoint.ranks import Ranks
 from spurline.train.checkpoint.signature import read_key
 from spurline.train.crash_loop import CrashLoop, StepBack
+from spurline.train.environment import environment
 from spurline.train.exit_codes import ExitCode, exit_code_of_signal
 from spurline.train.fingerprint import check_fingerprint
 from spurline.train.freezing import num_trained
@@ -39,6 +40,7 @@ from spurline.train.position import Position, stored_position
 from spurline.train.progress import Progress
 from spurline.train.rank_options import options_of_rank
 from spurline.train.run_folder import claimed_folder, how_to_resume, own, start_anew, with_folder
+from spurline.train.run_state import RunState
 from spurline.train.sample import append_sample, drop_samples_after, sample_text
 from spurline.train.setup import weights_changed
 from spurline.train.step_back import SpikeWatch, step_back
@@ -100,7 +102,8 @@ def train(module: str, config_name: str, config: RunConfig[Any]) -> Ended:
             progress.log(f"all {start.step} steps have been taken: a larger --training.steps takes more")
             return Ended(folder)
         if world.is_first:
-            config_io.save(folder / "config.json", module, config_name, config)
+            config_io.save(folder / "config.json", module, config_name, config, environment(world))
+        state = signals.enter_context(RunState(folder, world.is_first))
         spikes, mark = SpikeWatch(trainer, progress.log), guard.watchdog.mark
         loop = take_steps(trainer, checkpoints, progress, start, crashes, spikes, stop_signal, mark)
         while loop.spike_began:
@@ -110,6 +113,7 @@ def train(module: str, config_name: str, config: RunConfig[Any]) -> Ended:
         if loop.is_finished and config.metrics.sample_tokens:
             mark(config.training.steps, "sample")
             write_sample(trainer, folder, loop.position.step, progress)
+        state.state = "finished" if loop.is_finished else "stopped"
         progress.log(f"run folder: {folder}")
     if loop.is_finished:
         return Ended(folder)

@@ -33,7 +33,7 @@ SECONDS_TO_SEE = 6.0
 """How long a rank looks for what the first one has written: network file systems may show it late."""
 _OF_A_RUN = (
     *("metrics.jsonl", "expert_load.bin", "config.json", "samples.jsonl", "report.html", "tensorboard", "wandb"),
-    *("bad_steps.jsonl", "routing.html"),
+    *("bad_steps.jsonl", "routing.html", "state.json"),
 )
 _JOB_FILE = ".job"
 

@@ -25,7 +25,16 @@ print("done")
 """
 
 
-@pytest.mark.parametrize("argv", [[], ["-h"], ["--help"], ["help"]])
+def test_alone_it_shows_the_way(spurline):
+    code, out, err = spurline()
+    assert (code, err) == (0, "")
+    shown = [line.split() for line in out.splitlines() if line.startswith("  spurline ")]
+    assert len(shown) == 3
+    assert all(words[1] in COMMANDS for words in shown)
+    assert max(map(len, out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("argv", [["-h"], ["--help"], ["help"]])
 def test_help_lists_every_command_with_its_summary(spurline, argv):
     code, out, err = spurline(*argv)
     assert (code, err) == (0, "")

@@ -1,0 +1,70 @@
+"""Shell completion: what may come next, and that the shells take the scripts."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from spurline.cli import COMMANDS, main
+from spurline.tools.completion import candidates
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["tr"], ["train"]),
+        (["train", "--config", "deepseek_v3_d"], ["deepseek_v3_debugmodel"]),
+        (["train", "--module", "qwen3_"], ["qwen3_vl"]),
+        (["train", "--training.seq"], ["--training.seq_len"]),
+        (["train", "--checkpoint.no_e"], ["--checkpoint.no_enable"]),
+        (["checkpoint", ""], ["inspect", "ls", "prune", "verify"]),
+        (["generate", "--max_t"], ["--max_tokens"]),
+        (["runs", "c"], ["compare"]),
+        (["nonsense", "--x"], []),
+        (["report", "out"], []),
+    ],
+)
+def test_what_may_come_next(words, expected):
+    found = candidates(words)
+    assert [word for word in expected if word not in found] == []
+    assert len(found) == len(expected) or words[-1] in ("deepseek_v3_d", "qwen3_")
+
+
+def test_every_command_is_completed_and_has_options():
+    assert set(COMMANDS) <= set(candidates([""]))
+    for command in COMMANDS:
+        assert "--help" in candidates([command, "--"])
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_take_the_script(shell, capsys, tmp_path):
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    if not shutil.which(shell):
+        pytest.skip(f"{shell} is not installed")
+    (tmp_path / "script").write_text(script)
+    subprocess.run([shell, "-n", str(tmp_path / "script")], check=True)
+
+
+def test_bash_completes_by_it(capsys, tmp_path):
+    assert main(["completion", "bash"]) == 0
+    (tmp_path / "spurline").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m spurline "$@"\n')
+    (tmp_path / "spurline").chmod(0o755)
+    script = capsys.readouterr().out + (
+        "\nCOMP_WORDS=(spurline train --training.seq_l); COMP_CWORD=2; _spurline; echo ${COMPREPLY[@]}\n"
+    )
+    environment = {
+        **os.environ,
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
+    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["--training.seq_len"]
+
+
+def test_unknown_shell_is_one_line(capsys):
+    assert main(["completion", "tcsh"]) == 2
+    assert capsys.readouterr().err == "spurline completion: give one of bash, zsh, fish, got tcsh\n"
