@@ -136,7 +136,9 @@ STUBBORN = """
 signal.signal(signal.SIGUSR1, lambda *_: note("asked"))
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 note("ready")
-while True: time.sleep(1)
+end = time.monotonic() + 20
+while time.monotonic() < end: time.sleep(0.1)
+sys.exit(75)
 """
 
 

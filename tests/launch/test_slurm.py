@@ -196,16 +196,18 @@ def test_job_that_was_canceled_or_preempted_is_left_to_slurm(
     assert slurm.run(printed(*BASIC), CODE=code, STATE="CANCELLED")[:2] == (int(code), False)
 
 
-@pytest.mark.parametrize(("number", "expected"), [(signal.SIGUSR1, "notice\n"), (signal.SIGTERM, "end\n")])
+@pytest.mark.parametrize(
+    ("number", "expected"), [(signal.SIGUSR1, ("notice\n", "75")), (signal.SIGTERM, ("end\n", "143"))]
+)
 def test_notice_reaches_the_launchers_and_the_job_is_queued_again(
-    printed: Callable[..., str], slurm: Slurm, number: signal.Signals, expected: str
+    printed: Callable[..., str], slurm: Slurm, number: signal.Signals, expected: tuple[str, str]
 ) -> None:
     process = slurm.start(printed(*BASIC))
     slurm.wait_for((slurm.folder / "waits").exists)
     process.send_signal(number)
-    code, requeued, out, _ = slurm.finish(process)
-    assert (code, requeued) == (0, True)
-    assert out.startswith(expected)
+    code, requeued, out, err = slurm.finish(process)
+    assert (code, requeued, out) == (0, True, expected[0])
+    assert f"exit code {expected[1]}: back into the queue" in err  # that of the launcher, not of the signal
 
 
 def test_nodes_that_do_not_share_the_run_folder_are_refused(printed: Callable[..., str], slurm: Slurm) -> None:
