@@ -5,7 +5,7 @@ PYTHON ?= python3
 CPU_WHEELS ?= https://download.pytorch.org/whl/cpu
 TORCH ?= torch==2.13.0
 MODULE ?= deepseek_v3
-CONFIG ?= deepseek_v3_debugmodel
+CONFIG ?= deepseek_v3_first
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet

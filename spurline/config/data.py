@@ -25,7 +25,8 @@ class Data:
     text_field: str = "text"
     """Name of the text field in JSONL, Parquet and Hugging Face datasets."""
     tokenizer: str = ""
-    """A tokenizer.json file or a folder that has one (empty: the tokenizer of the prepared data, else bytes)."""
+    """A tokenizer.json file, a folder that has one, or the name of one that comes with Spurline (python_2048).
+    Empty: the tokenizer of the prepared data, else bytes."""
     mask_documents: bool = False
     """Restrict attention to tokens of the same document within a packed sequence."""
     kind: Literal["text", "chat", "pictures"] = "text"

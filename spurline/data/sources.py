@@ -13,6 +13,7 @@ from spurline.config import Data
 from spurline.data.formats import Advance, Document, read_file
 from spurline.data.hf_datasets import dataset_problems, is_dataset, num_rows, read_dataset
 from spurline.data.prepared_index import is_prepared, load_index
+from spurline.data.shipped import shipped_tokenizers, tokenizer_path
 
 # Folders that are not library code, and files that differ between builds of the same Python version. Among encodings
 # are a hundred tables that hardly differ: one that is held out would be known from those that are not.
@@ -82,8 +83,11 @@ def check_data(data: Data) -> list[str]:
     problems = [problem for one in paths for problem in _path_problems(one)]
     if data.shares and len(data.shares) != len(paths):
         problems.append(f"data.weights has {len(data.shares)} numbers, but data.path has {len(paths)} paths")
-    if data.tokenizer and not os.path.exists(os.path.expanduser(data.tokenizer)):
-        problems.append(f"data.tokenizer {data.tokenizer!r} does not exist or is not accessible")
+    if data.tokenizer and not os.path.exists(tokenizer_path(data.tokenizer)):
+        problems.append(
+            f"data.tokenizer {data.tokenizer!r} does not exist or is not accessible, and is not one that comes with"
+            f" Spurline ({', '.join(shipped_tokenizers())})"
+        )
     return problems
 
 

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from spurline.config import Data
 from spurline.data.prepared_index import is_prepared, load_index
+from spurline.data.shipped import tokenizer_path
 from spurline.data.sources import each_path
 
 Tokens = npt.NDArray[np.unsignedinteger]
@@ -143,9 +144,9 @@ def tokenizer_for(data: Data) -> Tokenizer:
 
 
 def load_tokenizer(path: str) -> Tokenizer:
-    """Load a tokenizer.json file or a folder that has one; an empty path gives the byte tokenizer."""
+    """Load a tokenizer.json file, a folder that has one, or a shipped one; an empty path gives the byte tokenizer."""
     if not path:
         return ByteTokenizer()
     from spurline.data.tokenizer_file import FileTokenizer
 
-    return FileTokenizer.load(path)
+    return FileTokenizer.load(tokenizer_path(path))

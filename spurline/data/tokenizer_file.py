@@ -115,7 +115,7 @@ def import_tokenizers() -> Any:
     try:
         import tokenizers
     except ImportError:
-        raise ValueError("this needs the package tokenizers: pip install 'spurline[hf]'") from None
+        raise ValueError("this needs the package tokenizers: pip install tokenizers") from None
     return tokenizers
 
 

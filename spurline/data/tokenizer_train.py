@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from spurline.data.formats import Document
+from spurline.data.packing import stream_of
+from spurline.data.stream import choose_documents, split_hash
+from spurline.data.tokenizer import ByteTokenizer
 from spurline.data.tokenizer_file import FileTokenizer, import_tokenizers
 from spurline.files import write_file
 
@@ -32,6 +35,15 @@ def train_bpe(documents: Iterable[Document], vocab_size: int, show_progress: boo
     )
     tokenizer.train_from_iterator(_chunks(documents), trainer)
     return FileTokenizer(tokenizer.to_str(pretty=True), BOUNDARY_TOKEN, "the trained tokenizer")
+
+
+def without_held_out(documents: Iterable[Document], fraction: float) -> list[Document]:
+    """The documents that a run with this validation_fraction trains on, as it chooses them with a token a byte."""
+    found = list(documents)
+    stream = stream_of(found, ByteTokenizer())
+    is_held_D = choose_documents(stream.hash_D, stream.sizes(), fraction)
+    held_out = set(stream.hash_D[is_held_D].tolist())
+    return [document for document in found if split_hash(document.name) not in held_out]
 
 
 def save_tokenizer(tokenizer: FileTokenizer, path: str) -> None:

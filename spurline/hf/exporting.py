@@ -13,6 +13,7 @@ from torch import Tensor
 from spurline import config_io
 from spurline.config import RunConfig
 from spurline.data.chat_template import NO_TEMPLATE, find_template
+from spurline.data.shipped import tokenizer_path
 from spurline.hf.accounting import model_shapes, target_dtype
 from spurline.hf.families import architecture_for
 from spurline.hf.folder import INDEX, TOKENIZER_FOLDER, WEIGHTS, copy_tokenizer, new_folder, read_json
@@ -195,7 +196,7 @@ def _tokenizer_folder(run: Path, data_tokenizer: str) -> Path:
     """Folder of the run's tokenizer: in the run folder of an imported model, else from the data options."""
     if (run / TOKENIZER_FOLDER).is_dir() or not data_tokenizer:
         return run / TOKENIZER_FOLDER
-    path = Path(data_tokenizer).expanduser()
+    path = Path(tokenizer_path(data_tokenizer))
     return path if path.is_dir() else path.parent
 
 

@@ -17,15 +17,15 @@ from spurline.tools.subcommands import Subcommand, run_subcommand, with_own_opti
 PROG = "spurline tokenizer"
 TRAIN = """\
 Train a byte-level BPE tokenizer and write it as a tokenizer.json file, the format of
-Hugging Face tokenizers. SOURCE is as for `spurline data prepare`. Training is
-deterministic.
+Hugging Face tokenizers. SOURCE is as for `spurline data prepare`, or "" for the
+default data. Training is deterministic.
 
 examples
   spurline tokenizer train books/ --vocab_size 8192 --out tokenizer.json
   spurline data prepare books/ --tokenizer tokenizer.json --out prepared/books"""
 SHOW = """\
 Show the vocabulary size and document boundary token of a tokenizer (a tokenizer.json
-file or a folder that has one), and how it tokenizes a text.
+file, a folder that has one, or the name of one that comes with Spurline), and how it tokenizes a text.
 
 examples
   spurline tokenizer show tokenizer.json --text "Hello, world" """
@@ -41,6 +41,8 @@ class Train:
     """Glob that selects files within a folder, at any depth (e.g. *.md)."""
     text_field: str = "text"
     """Name of the text field in JSONL, Parquet and Hugging Face datasets."""
+    validation_fraction: float = 0.0
+    """Leave out the documents that a run holds out with this data.validation_fraction (0: none)."""
 
 
 @dataclass(frozen=True)
@@ -55,14 +57,16 @@ def main(argv: list[str]) -> int:
 
 def train_tokenizer(paths: list[str], options: Train) -> int:
     from spurline.data.sources import read_documents, source_size
-    from spurline.data.tokenizer_train import save_tokenizer, train_bpe
+    from spurline.data.tokenizer_train import save_tokenizer, train_bpe, without_held_out
 
     sources = [Data(path=path, pattern=options.pattern, text_field=options.text_field) for path in paths]
     if problems := _problems(sources, options):
         return complain(f"{PROG} train", problems)
     with progress_bars({source: (source.path, source_size(source)) for source in sources}) as advance:
         documents = (document for source in sources for document in read_documents(source, partial(advance, source)))
-        tokenizer = train_bpe(documents, options.vocab_size)
+        fraction = options.validation_fraction
+        learned = without_held_out(documents, fraction) if fraction else documents
+        tokenizer = train_bpe(learned, options.vocab_size)
     out = os.path.expanduser(options.out)
     save_tokenizer(tokenizer, out)
     print(f"wrote {options.out}: {tokenizer.vocab_size:,} tokens")
@@ -78,6 +82,8 @@ def _problems(sources: list[Data], options: Train) -> list[str]:
     found = [problem for source in sources for problem in check_data(source)]
     if options.vocab_size < SMALLEST_VOCAB:
         found.append(f"--vocab_size must be at least {SMALLEST_VOCAB}, got {options.vocab_size}")
+    if not 0 <= options.validation_fraction < 1:
+        found.append(f"--validation_fraction must be in [0, 1), got {options.validation_fraction}")
     if not options.out:
         found.append("--out is missing: give the output file")
     elif os.path.exists(os.path.expanduser(options.out)):
@@ -86,9 +92,10 @@ def _problems(sources: list[Data], options: Train) -> list[str]:
 
 
 def show_tokenizer(paths: list[str], options: Show) -> int:
+    from spurline.data.shipped import tokenizer_path
     from spurline.data.tokenizer_file import FileTokenizer
 
-    tokenizer = FileTokenizer.load(paths[0])
+    tokenizer = FileTokenizer.load(tokenizer_path(paths[0]))
     print(f"{tokenizer.vocab_size:,} tokens, {tokenizer.boundary_token} ({tokenizer.boundary_id}) between documents")
     if options.text:
         ids = tokenizer.encode(options.text).tolist()

@@ -170,7 +170,7 @@ def test_wrong_files_are_refused(tmp_path):
 
 def test_missing_package_is_named(file, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ValueError, match=r"needs the package tokenizers: pip install 'spurline\[hf\]'"):
+    with pytest.raises(ValueError, match=r"needs the package tokenizers: pip install tokenizers"):
         load_tokenizer(str(file))
 
 

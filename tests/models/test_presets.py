@@ -63,6 +63,7 @@ ROUNDED = {
     "agpt_80b_deep": (80.9e9, 80.9e9),
 }
 DEBUG_PRESETS = [name for name in PRESETS if "debugmodel" in name]
+FIRST = "deepseek_v3_first"
 
 
 def three_digits(number: float) -> float:
@@ -99,7 +100,7 @@ def test_other_models_have_the_size_in_their_name(name):
 
 
 def test_every_preset_is_of_a_known_size_or_for_debugging():
-    assert PRESETS.keys() == PUBLISHED.keys() | ROUNDED.keys() | set(DEBUG_PRESETS)
+    assert PRESETS.keys() == PUBLISHED.keys() | ROUNDED.keys() | {FIRST, *DEBUG_PRESETS}
     for family in family_names():
         assert any(PRESETS[name][0] == family for name in DEBUG_PRESETS), family
 
@@ -136,6 +137,31 @@ def test_agpt_models_are_built_as_their_users_run_them(name, sizes):
     m = PRESETS[name][1]().model
     assert (m.dim, m.num_layers, m.num_heads, m.num_kv_heads, m.dense_hidden_dim, m.rope_theta) == sizes
     assert (m.vocab_size, m.num_heads * m.head_dim) == (256_128, m.dim)
+
+
+def test_the_debug_model_keeps_its_shape():
+    """Commands, documents and tests rely on it; `make train` has a preset of its own."""
+    model, training = (getattr(PRESETS["deepseek_v3_debugmodel"][1](), name) for name in ("model", "training"))
+    assert (model.vocab_size, model.dim, model.num_layers, model.num_dense_layers) == (264, 256, 4, 1)
+    assert (model.moe.num_experts, model.moe.top_k, model.moe.hidden_dim, model.moe.num_shared_experts) == (
+        8,
+        2,
+        128,
+        1,
+    )
+    assert (training.steps, training.seq_len, training.local_batch_size) == (600, 256, 4)
+
+
+def test_the_first_preset_has_a_tokenizer_that_comes_along_and_learns(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # its name is no path
+    config = PRESETS[FIRST][1]()
+    small = replace(config.training, steps=6, seq_len=32, local_batch_size=4, threads=1)
+    text = tmp_path / "text.py"
+    text.write_text("def main():\n    return [number for number in range(10) if number % 2]\n" * 60)
+    trainer = make_trainer(replace(config, training=small, data=replace(config.data, path=str(text))))
+    assert trainer.data.tokenizer.vocab_size == config.model.vocab_size
+    losses = [trainer.step(step).read()["loss"] for step in range(1, 7)]
+    assert losses[-1] < losses[0] - 1
 
 
 @pytest.mark.parametrize("name", DEBUG_PRESETS)
