@@ -41,6 +41,7 @@ def test_samples_come_at_each_interval_and_at_the_end_and_change_no_step(tmp_pat
 
 def test_the_report_shows_each_sample_with_its_step(tmp_path):
     train("deepseek_v3", "tiny", run_with(tmp_path, "run", sample_interval=4))
+    assert [sample["step"] for sample in samples_of(tmp_path / "run")] == [4, 8]  # the last one once
     page = make_page(read_runs([str(tmp_path / "run")]))
     for sample in samples_of(tmp_path / "run"):
         assert f"<h3>step {sample['step']}</h3><pre tabindex=0>{sample['text'][:4]}" in page
