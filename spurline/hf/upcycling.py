@@ -3,7 +3,8 @@
 E experts, K a token, split S ways: each of the E / S copies of a layer is cut into S experts of hidden width F / S. All
 S parts of a copy have the same row in the gate, so that a token that visits one visits all; their outputs add up to the
 layer's once the last matrix is multiplied by S, as the K weights of a token add up to 1. So without noise the model
-computes what the dense one does, whatever the gate says.
+computes what the dense one does, whatever the gate says. A family whose models all have a gated shared expert (Qwen2)
+gets one with an output matrix of zeros: it adds nothing at first, and learns.
 """
 
 from __future__ import annotations
@@ -161,6 +162,8 @@ def sparse_model(family: str, dense: Any, recipe: Recipe) -> tuple[str, str, Any
         aux_loss=of_preset.aux_loss,
         aux_loss_weight=of_preset.aux_loss_weight,
         z_loss_weight=of_preset.z_loss_weight,
+        shared_gate=of_preset.shared_gate,
+        num_shared_experts=int(of_preset.shared_gate),
     )
     fields |= {"moe": moe, "num_dense_layers": recipe.dense_layers, "dense_layers": ()}
     return family, nearest, type(sparse[nearest])(**fields)
@@ -179,10 +182,14 @@ class Copies:
     def read(self, name: str) -> Tensor:
         source = self._source(name)
         if not source:
-            return self._gate(name) if name.endswith("gate_ED") else torch.zeros(self.recipe.experts)
+            return self._of_router(name)
         tensor = self.dense.read_tensor(f"model.{source}")
         if source == name:
             return tensor
+        if ".shared_experts." in name:
+            if name.endswith("w2_DF"):
+                return torch.zeros_like(tensor[:, : tensor.shape[1] // self.recipe.split])
+            return tensor[: tensor.shape[0] // self.recipe.split].contiguous()
         if name.endswith("w2_EDF"):
             parts = (tensor * self.recipe.split).unflatten(1, (self.recipe.split, -1)).movedim(1, 0)
         else:
@@ -195,13 +202,20 @@ class Copies:
 
     def _source(self, name: str) -> str:
         """The dense tensor that one of the other model is made of; empty for gates and their biases."""
+        if name.endswith(("gate_ED", "gate_1D")):
+            return ""
         if f"model.{name}" in self.dense.layout.tensors:
             return name
         block, _, weight = name.partition(".moe.")
-        return f"{block}.feed_forward.{weight.split('.')[1][:2]}.weight" if weight.startswith("experts.") else ""
+        is_expert = weight.startswith(("experts.", "shared_experts."))
+        return f"{block}.feed_forward.{weight.split('.')[1][:2]}.weight" if is_expert else ""
 
-    def _gate(self, name: str) -> Tensor:
+    def _of_router(self, name: str) -> Tensor:
         width = self.dense.layout.tensors["model.embedding.weight"].shape[1]
+        if name.endswith("gate_1D"):
+            return torch.zeros(1, width)
+        if not name.endswith("gate_ED"):
+            return torch.zeros(self.recipe.experts)
         num_copies = self.recipe.experts // self.recipe.split
         of_copies = torch.randn(num_copies, width, generator=self._generator(name)) * self.recipe.router_std
         return of_copies.repeat_interleave(self.recipe.split, 0)
