@@ -18,7 +18,7 @@ from spurline.simulate.compiled import CompiledGraphs
 from spurline.simulate.device import DEVICE
 from spurline.simulate.memory import KEPT, Allocation
 from spurline.simulate.recorder import HostAccess, Recorder
-from spurline.simulate.run import MOST_MICRO_BATCHES, Simulation, simulate_step
+from spurline.simulate.run import Simulation, simulate_step
 from spurline.train.metrics.step_metrics import StepMetrics
 from spurline.train.trainer import Trainer
 
@@ -123,8 +123,9 @@ def waits(accesses: Iterable[HostAccess], *phases: str) -> list[HostAccess]:
 
 
 def kept_weights(done: Simulation) -> list[Allocation]:
-    """Copies of weights that are kept for the backward pass: as large as a parameter, and made by a cast."""
-    return [a for a in done.memory.all if a.holder == KEPT and a.op == "_to_copy" and a.shape in done.weights]
+    """Copies of weights that are kept for the backward pass: as large as a parameter, and cast to the compute dtype."""
+    casts = [a for a in done.memory.all if a.holder == KEPT and a.op == "_to_copy"]
+    return [a for a in casts if a.shape in done.weights and a.dtype == done.config.training.dtype]
 
 
 def violations(audit: Audit, budget: Budget) -> list[str]:
@@ -143,7 +144,7 @@ def violations(audit: Audit, budget: Budget) -> list[str]:
     num_layers = done.num_moe_layers if config.compile.enable else 1
     for layer, accesses in sorted(in_layers.items()):
         limit = allowed * num_layers if layer == "step" else allowed
-        if len(accesses) > limit * min(done.num_micro_batches, MOST_MICRO_BATCHES):
+        if len(accesses) > limit * done.simulated_micro_batches:
             found.append(
                 f"{layer}: the host waits {len(accesses)} times in forward, {limit} allowed: {where(accesses)}"
             )

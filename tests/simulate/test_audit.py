@@ -108,6 +108,18 @@ def test_one_wait_a_layer_and_none_with_forced_balance(ranks: int, ep: int, is_f
     assert (by_layer["layers.0"], by_layer["layers.1"], by_layer["layers.2"]) == (0, waits, waits)
 
 
+@pytest.mark.parametrize(
+    "degrees",
+    [{}, {"context_parallel_degree": 2}, {"pipeline_parallel_degree": 2}],
+    ids=str,
+)
+def test_layouts_keep_to_the_default_budget(degrees: dict[str, int]) -> None:
+    """Activations of the shape of a weight (64 tokens of width 64) are none, and micro-batches have a wait each."""
+    training = replace(CONFIG.training, local_batch_size=4, global_batch_size=64)
+    config = replace(CONFIG, training=training, parallelism=Parallelism(expert_parallel_degree=2, **degrees))
+    assert violations(audit(config), Budget()) == []
+
+
 @pytest.mark.parametrize(("ranks", "ep"), [(1, 1), (4, 2), (64, 64)])
 def test_fixed_capacity_never_waits(ranks: int, ep: int) -> None:
     moe = replace(MODEL.moe, num_experts=64, dispatcher="capacity", overflow="grow")
