@@ -8,7 +8,7 @@ from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
-from spurline.config import Job, RunConfig
+from spurline.config import Data, Job, RunConfig
 from spurline.config_io import ConfigError
 from spurline.models import family_configs, family_names, family_package
 from spurline.models.common.hf import Architecture
@@ -83,7 +83,10 @@ def _balanced_like(preset: MoEConfig, moe: MoEConfig, architecture: Architecture
 def run_config_like_a_preset(
     architecture: Architecture, model: Any, folder: str, max_length: int | None
 ) -> tuple[str, str, RunConfig[Any]]:
-    """(family, preset, config) to train `model` with the settings of the preset closest in size."""
+    """(family, preset, config) to train `model` with the settings of the preset closest in size.
+
+    Presets with a tokenizer of their own are no example: it is not the model's.
+    """
     candidates = [
         (family, name, preset())
         for family, known in _architectures()
@@ -93,7 +96,7 @@ def run_config_like_a_preset(
     distance = {
         (family, name): abs(math.log(run.model.num_params() / model.num_params()))
         for family, name, run in candidates
-        if type(run.model) is type(model)
+        if type(run.model) is type(model) and run.data.tokenizer == Data.tokenizer
     }
     family, name = min(distance, key=distance.__getitem__)
     run = family_configs(family)[name]()
