@@ -29,13 +29,15 @@ group backends, compilers, and which kernel computes experts of a given size.
 Whatever is unavailable is listed as off, with the reason and how to enable it."""
 # extra: (its packages, what they are for)
 EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
-    "hf": (("safetensors", "tokenizers", "jinja2"), "Hugging Face checkpoints and tokenizers"),
+    "hf": (("safetensors", "jinja2"), "Hugging Face checkpoints and chat templates"),
     "data": (("pyarrow", "datasets"), "Parquet and Hugging Face datasets"),
     "images": (("pillow",), "image data"),
     "tensorboard": (("tensorboard",), "TensorBoard event files"),
     "wandb": (("wandb",), "Weights & Biases"),
     "triton": (("triton",), "the experts kernel for NVIDIA's and AMD's accelerators"),
     "lowprecision": (("torchao",), "float8 and MXFP8 products on accelerators"),
+    "remote": (("fsspec", "s3fs"), "checkpoints in object stores"),
+    "docs": (("mkdocs-material", "mkdocstrings"), "the documentation site, make docs"),
     "peers": (("transformers", "torchtitan", "triton"), "libraries that spurline bench compares with"),
 }
 

@@ -54,7 +54,8 @@ def test_everything_that_is_wrong_is_told_before_anything_is_read(spurline, sour
     assert err.splitlines() == [
         "spurline data prepare: 6 problems",
         "  'nowhere' does not exist or is not accessible",
-        "  --tokenizer 'none.json' does not exist or is not accessible",
+        "  --tokenizer 'none.json' does not exist or is not accessible, and is not one that comes with Spurline"
+        " (python_2048)",
         "  --pattern '*.md' matches no file in 'books' (hidden files are not read)",
         "  --weights has 1 numbers for 2 sources",
         "  --workers must be positive, got -1",

@@ -60,14 +60,14 @@ def test_kernels_for_the_experts_at_hand(spurline):
 
 def test_a_missing_extra_comes_with_its_command(spurline, monkeypatch):
     def version(package):
-        if package in ("tokenizers", "torch"):
+        if package in ("jinja2", "torch"):
             raise doctor.importlib.metadata.PackageNotFoundError
         return "1.0"
 
     monkeypatch.setattr(doctor.importlib.metadata, "version", version)
     found = findings(spurline)
     assert not found["hf"]["works"]
-    assert found["hf"]["detail"].endswith(": tokenizers not installed")
+    assert found["hf"]["detail"].endswith(": jinja2 not installed")
     assert found["hf"]["hint"] == "pip install 'spurline[hf]'"
     assert found["data"]["works"]
     assert found["data"]["detail"].endswith(": pyarrow 1.0, datasets 1.0")
