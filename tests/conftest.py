@@ -1,4 +1,9 @@
 import os
+import signal
+
+# Under nohup SIGHUP is ignored, here and in every process that tests start: a run then rightly ignores it too.
+if hasattr(signal, "SIGHUP"):
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Waiting OpenMP threads spin, and with several ranks on few cores they starve the ones that work.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -127,7 +127,7 @@ def assert_same_run(actual, expected):
 def test_run_folder_has_every_step_and_a_config_that_loads(train, folder):
     assert train("--metrics.validation_interval", "3").code == 0
     assert sorted(path.name for path in (folder / "run").iterdir()) == [
-        *("config.json", "metrics.jsonl", "report.html", "samples.jsonl", "tensorboard"),
+        *("config.json", "metrics.jsonl", "report.html", "samples.jsonl", "state.json", "tensorboard"),
     ]
     module, config_name, config = config_io.load(folder / "run" / "config.json")
     assert (module, config_name) == ("deepseek_v3", "deepseek_v3_debugmodel")
