@@ -22,6 +22,7 @@ from spurline.moe.config import MoEConfig
 from spurline.parallel.world import World, joined_world
 from spurline.testing import RankPool
 from spurline.testing.equivalence import relative_error
+from spurline.testing.params import slow_but
 from spurline.train.trainer import make_trainer
 
 SEQ_LEN = 23  # two ranks can't share so many positions evenly
@@ -98,7 +99,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_but([name for name in LAYOUTS if name != "tp-compiled"], LAYOUTS))
 def test_first_step_on_two_ranks_is_that_of_one(ranks: RankPool, layout: str) -> None:
     model, local_batch_size, parallelism, sections = LAYOUTS[layout]
     alone = RunConfig(

@@ -167,8 +167,10 @@ def test_selective_repeats_no_collective(ranks: RankPool, compiled: bool) -> Non
         assert sum(plain.values()) >= 2 * 5  # 2 blocks: three collectives forward, the mirrors of two backward
 
 
-@BOTH_WAYS
-@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize(
+    ("mode", "compiled"),
+    [("full", False), ("selective", False), ("selective", True), pytest.param("full", True, marks=pytest.mark.slow)],
+)
 def test_blocks_can_be_sharded_afterwards(ranks: RankPool, mode: str, compiled: bool) -> None:
     for plain, messages in check(ranks, "fully sharded", mode, compiled):
         assert messages == plain

@@ -315,6 +315,7 @@ def run_compiled_dense_model(
     return max(errors), graphs
 
 
+@pytest.mark.slow  # compiled blocks with tensor parallelism are in test_compile_layers.py
 def test_compiled_dense_model_with_split_loss_and_ignored_labels_equals_eager(ranks: RankPool) -> None:
     # What MoE layers need for tracing is set for the whole process; a dense model next to them must not mind.
     for error, graphs in ranks.run(run_compiled_dense_model, 2, "aot_eager", True, (8, 8, 7), timeout=120):

@@ -75,8 +75,13 @@ def test_weights_that_write_into_the_residual_stream_start_smaller() -> None:
         assert block.attention.wq.std == 0.02
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("remat", ["none", "full", "selective"])
+@pytest.mark.parametrize(
+    ("remat", "compiled"),
+    [
+        *(("none", False), ("full", False), ("selective", False), ("selective", True)),
+        *(pytest.param(remat, True, marks=pytest.mark.slow) for remat in ("none", "full")),
+    ],
+)
 def test_layers_that_differ_compile_and_recompute(remat: str, compiled: bool) -> None:
     torch.compiler.reset()
     model, expected = built(), built()

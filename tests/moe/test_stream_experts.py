@@ -14,6 +14,7 @@ from spurline.moe.kernels.cpu import stream, workspace
 from spurline.moe.kernels.cpu.buffers import POOL
 from spurline.ops import skinny_matmul
 from spurline.testing.equivalence import errors_between, layer_results, reference_results
+from spurline.testing.params import slow_but
 
 CONFIG = MoEConfig(dim=12, hidden_dim=20, num_experts=4, top_k=2, num_shared_experts=1, experts_backend="stream")
 
@@ -84,7 +85,7 @@ def test_few_rows_for_many_experts_some_with_none(monkeypatch, hidden_dim: int) 
 
 
 @pytest.mark.parametrize("widest_pair", [0, 12, 1000], ids=["alone", "in pairs into the expert", "in pairs"])
-@pytest.mark.parametrize("num_few", [1, 2, 3, 8])
+@pytest.mark.parametrize("num_few", slow_but([1, 3], [1, 2, 3, 8]))
 @pytest.mark.parametrize("counts", [[1], [0, 1, 1, 0, 2, 1], [3, 1, 0, 1, 9, 2, 1, 4], [1, 20, 1], [0, 0]], ids=str)
 def test_few_rows_are_multiplied_with_the_matrix_on_the_left(
     monkeypatch, counts: list[int], num_few: int, widest_pair: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from functools import cache
 from itertools import combinations
 from random import Random
 from typing import Any
@@ -161,7 +162,8 @@ def full_cells() -> list[Cell]:
     return list(dict.fromkeys([*QUICK, *all_pairs(), *MORE]))
 
 
-def all_pairs() -> list[Cell]:
+@cache
+def all_pairs() -> tuple[Cell, ...]:
     """A small set of cells that covers every compatible pair of values; greedy and deterministic."""
     random = Random(0)
     values = [(axis, index) for axis in AXES for index in range(len(AXES[axis]))]
@@ -178,7 +180,7 @@ def all_pairs() -> list[Cell]:
         cells.append(_cell(best))
         for pair in combinations(best.items(), 2):
             missing.pop(pair, None)
-    return cells
+    return tuple(cells)
 
 
 def _worth(choice: dict[str, int], missing: Container[Any]) -> float:
