@@ -1,6 +1,10 @@
 """Which layers multiply in 8 bits: chosen by name, listed, and refused where they can't."""
 
+import json
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -74,3 +78,23 @@ def test_emulation_on_an_accelerator_needs_neither(monkeypatch) -> None:
     converted = [module.precision for module in model.modules() if getattr(module, "precision", None)]
     assert converted
     assert not any(precision.native for precision in converted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["float8", "mxfp8"])
+def test_training_in_8_bits_learns_what_float32_learns(recipe: str, tmp_path: Path) -> None:
+    """No worse than 2% in the mean of the last 50 of 300 steps; a single step's loss depends on its batch."""
+
+    def last_loss(recipe: str) -> float:
+        folder = tmp_path / recipe
+        command = [sys.executable, "-m", "spurline", "train", "--module", "deepseek_v3"]
+        command += ["--config", "deepseek_v3_debugmodel", "--training.steps", "300"]
+        command += ["--training.threads", "1", "--metrics.log_interval", "1"]
+        command += ["--precision.recipe", recipe, "--job.dump_folder", str(folder)]
+        subprocess.run(command, check=True, capture_output=True)
+        with open(folder / "metrics.jsonl") as lines:
+            losses = [record["loss"] for record in map(json.loads, lines) if "loss" in record]
+        assert len(losses) == 300
+        return sum(losses[-50:]) / 50
+
+    assert last_loss(recipe) <= 1.02 * last_loss("none")
