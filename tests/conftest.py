@@ -1,10 +1,6 @@
 import os
 import signal
 
-# Under nohup SIGHUP is ignored, here and in every process that tests start: a run then rightly ignores it too.
-if hasattr(signal, "SIGHUP"):
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-
 # Waiting OpenMP threads spin, and with several ranks on few cores they starve the ones that work.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -26,6 +22,17 @@ __all__ = ["ranks"]
 settings.register_profile("same", derandomize=True, deadline=None)
 settings.register_profile("new", max_examples=500, deadline=None, print_blob=True)
 settings.load_profile("same")
+
+
+def pytest_configure() -> None:
+    """Signals as in a terminal: nohup lets SIGHUP be ignored, a script that runs `make test &` SIGINT and SIGQUIT.
+
+    Every process that tests start would inherit that, and a run that starts with a signal ignored rightly ignores it.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for name in ("SIGHUP", "SIGQUIT"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_DFL)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
