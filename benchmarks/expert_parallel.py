@@ -42,7 +42,7 @@ def kept_bytes(rank: int, kernel: str, mode: str) -> int:
     x = torch.randn(512, 512, generator=torch.Generator().manual_seed(rank)).bfloat16().requires_grad_()
     with LiveStorages(model) as live:
         y = model.layers[0](x)
-        kept = live.num_bytes() - y.untyped_storage().nbytes()
+        kept = sum(live.settled_sizes()) - y.untyped_storage().nbytes()
     y.sum().backward()
     return kept
 

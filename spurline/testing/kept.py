@@ -1,5 +1,6 @@
 """What is kept for a backward pass, counted: every storage that a forward made and that is still needed."""
 
+import time
 from typing import Any
 
 import torch
@@ -30,6 +31,15 @@ class LiveStorages(TorchDispatchMode):
     def sizes(self) -> list[int]:
         """Bytes of each, in order."""
         return sorted(num_bytes for storage, num_bytes in self.made.values() if not storage.expired())
+
+    def settled_sizes(self, seconds: float = 0.5) -> list[int]:
+        """The same once they have not changed for so long: gloo's threads let go of what arrived a little later."""
+        sizes, since = self.sizes(), time.monotonic()
+        while time.monotonic() - since < seconds:
+            time.sleep(0.02)
+            if (now := self.sizes()) != sizes:
+                sizes, since = now, time.monotonic()
+        return sizes
 
     def num_bytes(self) -> int:
         return sum(self.sizes())

@@ -34,7 +34,7 @@ def kept_by_a_block(rank: int, mode: str) -> tuple[list[int], int]:
     x = torch.randn(TOKENS, CONFIG.dim, generator=torch.Generator().manual_seed(rank), requires_grad=True)
     with LiveStorages(model) as live:
         y = model.layers[0](x)
-        sizes = live.sizes()
+        sizes = live.settled_sizes()
     y.sum().backward()
     assert x.grad is not None
     rows = model.layers[0].moe.router.row_count_E.clone()
