@@ -37,7 +37,7 @@ $(READY): $(RUNS)
 	$(PIP) --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-train: $(RUNS)  ## install if needed, then train the debug model and sample from it
+train: $(RUNS)  ## install if needed, then train a small MoE for two minutes and sample from it
 	$(BIN)/spurline train --module $(MODULE) --config $(CONFIG) $(ARGS)
 
 quick: lint types  ## a first verdict in about a minute: lint, types, and the eager layer against the reference

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import yaml
 
+from spurline import __version__
+
 ROOT = Path(__file__).parent.parent
 WORKFLOWS = {path.stem: yaml.safe_load(path.read_text()) for path in (ROOT / ".github/workflows").glob("*.yml")}
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
@@ -37,3 +39,13 @@ def test_workflow_runs_what_there_is(name: str) -> None:
     for job in workflow["jobs"].values():
         needed = [job["needs"]] if isinstance(job.get("needs"), str) else job.get("needs", [])
         assert set(needed) <= workflow["jobs"].keys()
+
+
+def test_every_file_with_the_version_names_the_newest_release_of_the_changelog() -> None:
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    version, date = re.findall(r"^## (\d+\.\d+\.\d+) \((\d{4}-\d{2}-\d{2})\)$", changelog, re.MULTILINE)[0]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (citation["version"], str(citation["date-released"])) == (version, date)
+    assert f'\nversion = "{version}"\n' in (ROOT / "pyproject.toml").read_text()
+    assert __version__ == version
+    assert f"spurline-{version}-py3-none-any.whl" in (ROOT / "docs/install.md").read_text()
