@@ -1,16 +1,20 @@
-"""Which experts the tokens of a rank visit: balanced, by Zipf's law, or as a run's metrics have it. Free of torch.
+"""The experts that a rank's tokens visit: balanced, by Zipf's law, or from a run's metrics. Torch-free.
 
-The ranks of a layer wait for the one with most rows, so the simulated rank is that one: the experts of a layer are put
-in such an order that its first ranks have the most.
+The ranks of a layer wait for the one with the most rows, so that one is simulated: the experts of a layer are ordered
+such that the first ranks have the most rows.
 """
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+from spurline.report.read import cleaned
+from spurline.train.metrics.expert_load_file import EXPERT_LOAD_FILE, ExpertLoads
+from spurline.untrusted import lines, open_regular, parse_json, reason
 
 
 @dataclass(frozen=True)
@@ -21,13 +25,13 @@ class RoutingModel:
     shares: dict[str, list[float]] = field(default_factory=dict)
 
     def counts(self, layer: str, num_tokens: int, top_k: int, num_experts: int, num_ranks: int) -> list[int]:
-        """Rows of each expert from one rank's tokens, hottest rank first; no expert gets more than one a token."""
+        """Rows per expert from one rank's tokens, hottest rank first; a token visits an expert at most once."""
         shares = self.shares.get(layer) or self.shares.get("") or [1.0] * num_experts
         if len(shares) != num_experts:
             raise ValueError(f"routing {self.name}: {layer} has {len(shares)} experts there and {num_experts} here")
         counts = counts_of_shares(hottest_first(shares, num_ranks), num_tokens, top_k)
         if counts[0] == counts[-1] and 0 < counts[0] < num_tokens:
-            # No router is so even that the paths for equal counts could be taken.
+            # No real router is exactly even, so don't trigger the code paths for equal counts.
             counts[0], counts[1] = counts[0] + 1, counts[1] - 1
         return counts
 
@@ -37,41 +41,55 @@ def balanced() -> RoutingModel:
 
 
 def zipf(exponent: float, num_experts: int) -> RoutingModel:
-    """Expert number i of a random order gets a share in proportion to 1 / i**exponent."""
+    """In a random order, expert i (from 1) gets a share proportional to 1 / i**exponent."""
     shares = [1 / (i + 1) ** exponent for i in range(num_experts)]
     random.Random(0).shuffle(shares)
     return RoutingModel(f"zipf {exponent:g}", {"": shares})
 
 
 def measured(path: str | Path) -> RoutingModel:
-    """The mean load of each expert over the last tenth of a run's metrics.jsonl; a ValueError if there is none."""
+    """The mean load of each expert over the last tenth of a run's metrics.jsonl; raises a ValueError without one."""
     path = Path(path)
     path = path / "metrics.jsonl" if path.is_dir() else path
-    try:
-        lines = path.read_text().splitlines()
-    except OSError as error:
-        raise ValueError(f"--routing {path}: {error.strerror}") from None
-    try:
-        records = [json.loads(line) for line in lines if line.strip()]
-        loads = [record["expert_load"] for record in records if record.get("expert_load")]
-    except (ValueError, AttributeError, TypeError):
-        raise ValueError(f"--routing {path}: is not a run's metrics.jsonl") from None
+    loads = _loads_of_steps(path)
     if not loads:
         raise ValueError(f"--routing {path}: no expert_load in it: it has to come from a run of a model with experts")
     last = loads[-max(1, len(loads) // 10) :]
-    shares = {layer: [sum(column) for column in zip(*(load[layer] for load in last), strict=True)] for layer in last[0]}
+    try:
+        shares = {
+            layer: [float(sum(c)) for c in zip(*(load[layer] for load in last), strict=True)] for layer in last[0]
+        }
+    except (KeyError, ValueError):
+        raise ValueError(f"--routing {path}: its steps do not have the same layers and experts") from None
     return RoutingModel(f"measured in {path}", shares)
 
 
+def _loads_of_steps(path: Path) -> list[Mapping[str, Any]]:
+    """The rows of each expert by layer, for each logged step: of metrics.jsonl, or of the file that it refers to."""
+    try:
+        with open_regular(path) as file:
+            records = [parse_json(line) for line in lines(file) if line.strip()]
+    except OSError as error:
+        raise ValueError(f"--routing {path}: {reason(error)}") from None
+    except ValueError:
+        records = [None]
+    if not all(isinstance(record, dict) for record in records):
+        raise ValueError(f"--routing {path}: is not a run's metrics.jsonl")
+    if any(record.get("expert_load") == EXPERT_LOAD_FILE for record in records):
+        stored = ExpertLoads(path.parent / EXPERT_LOAD_FILE)
+        return [stored.of_record(place) for place in range(len(stored.step_N))]
+    return [loads for record in records if (loads := cleaned(record).get("expert_load"))]
+
+
 def hottest_first(shares: Sequence[float], num_ranks: int) -> list[float]:
-    """The experts in the order of the ranks that hold them, with the ranks sorted by load."""
+    """The shares of experts, grouped by rank, with the ranks sorted by load."""
     size = max(1, len(shares) // num_ranks)
     ranks = [list(shares[start : start + size]) for start in range(0, len(shares), size)]
     return [share for rank in sorted(ranks, key=sum, reverse=True) for share in rank]
 
 
 def counts_of_shares(shares: Sequence[float], num_tokens: int, top_k: int) -> list[int]:
-    """Whole numbers in proportion to shares that add up to num_tokens * top_k, none above num_tokens."""
+    """Integers proportional to shares that sum to num_tokens * top_k, none above num_tokens."""
     counts, open_experts, left = [0] * len(shares), set(range(len(shares))), num_tokens * top_k
     while left:
         total = sum(shares[i] for i in open_experts)

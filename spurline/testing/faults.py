@@ -1,20 +1,20 @@
-"""Faults on purpose, to test what a run makes of them: at a named point, in a step, on a rank.
+"""Inject faults into a run to test its recovery: at a named point, in a step, on a rank.
 
     SPURLINE_FAULTS="kill@backward:step=4,rank=2; slow@data:step=6,rank=0,seconds=3" spurline train ...
 
-The variable is read once, when a run starts; without it nothing of this file is loaded. Faults replace functions of the
-trainer, which has no points of its own for them. Each fault is noted in the file SPURLINE_FAULTS_LOG, if there is one,
-before it happens, and so are the ids of the samples that each rank reads for each step.
+The variable is read once, when a run starts; without it this file is not loaded. Faults replace functions of the
+trainer, which has no hooks of its own for them. If SPURLINE_FAULTS_LOG names a file, each fault is logged there before
+it happens, and so are the ids of the samples that each rank reads for each step.
 
 | kind | what happens | points |
 | --- | --- | --- |
-| kill, stop | SIGKILL or SIGSTOP reaches the rank | all |
+| kill, stop | SIGKILL or SIGSTOP to the rank | all |
 | raise | an exception | all |
 | slow | it takes `seconds` longer (2 unless given) | all |
 | nan | the loss is NaN | forward |
-| splits | one row goes to another rank than was agreed | exchange |
-| full_disk | no space is left on the disk of checkpoints | write |
-| read_error | the disk of the data fails | data |
+| splits | one row goes to a different rank than agreed | exchange |
+| full_disk | no space is left for checkpoints | write |
+| read_error | reading the data fails | data |
 | bit_flip | bit `bit` (22 unless given) of a weight of the rank changes silently | optimizer |
 """
 
@@ -67,16 +67,16 @@ class Fault:
     kind: str
     point: str
     step: int = 0
-    """0: whenever the point is first reached."""
+    """0: the first time the point is reached."""
     rank: int = 0
     attempt: int = 0
-    """How often torchrun has restarted the ranks before."""
+    """The attempt in which it happens: how often torchrun has restarted the ranks."""
     seconds: float = 2.0
     bit: int = 22
 
     @staticmethod
     def parse(text: str) -> Fault:
-        """`kind@point:step=4,rank=2`; a ValueError of one line if it is something else."""
+        """Parse `kind@point:step=4,rank=2`; raises a ValueError with one line if it is invalid."""
         what, _, rest = text.strip().partition(":")
         kind, _, point = what.partition("@")
         if kind not in KINDS or point not in POINTS or SPECIAL.get(kind, point) != point:
@@ -96,7 +96,7 @@ class Fault:
 
 
 def install(text: str) -> None:
-    """Let the faults of a text happen in this process, each once; those of other ranks and attempts are left out."""
+    """Install the faults in `text` for this rank and attempt; each happens once."""
     rank = int(os.environ.get("RANK", "0"))
     faults = [Fault.parse(part) for part in text.split(";") if part.strip()]
     own = [fault for fault in faults if (fault.rank, fault.attempt) == (rank, restart_count())]
@@ -107,7 +107,7 @@ def install(text: str) -> None:
 
 
 def note(**entry: Any) -> None:
-    """Append a line to the log of faults, whole even if the process is killed right behind it."""
+    """Append a line to the fault log in one write, so that it is complete even if the process is killed next."""
     if path := os.environ.get("SPURLINE_FAULTS_LOG"):
         line = json.dumps({"time": time.time(), "attempt": restart_count(), **entry}) + "\n"
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
@@ -133,12 +133,12 @@ def _note_samples(rank: int) -> None:
 
 
 class _Injector:
-    """Replaces the functions at the points by ones that let faults happen first."""
+    """Wraps the functions at the points, to let faults happen there."""
 
     def __init__(self, faults: list[Fault]) -> None:
         self._faults = faults
         self._step = 0
-        self._lock = threading.Lock()  # batches are made in another thread
+        self._lock = threading.Lock()  # batches are loaded in another thread
 
     def install(self) -> None:
         self._before(run_module, "make_trainer", "start")
@@ -209,12 +209,12 @@ class _Injector:
     def _in_forward_and_backward(self) -> None:
         loss_of = Trainer.loss_of
 
-        def call(trainer: Trainer, batch: Any) -> Tensor:
+        def call(trainer: Trainer, batch: Any, *args: Any, **options: Any) -> Tensor:
             self._happen("forward")
-            loss = loss_of(trainer, batch)
+            loss = loss_of(trainer, batch, *args, **options)
             if self._due("forward", "nan"):
                 loss = loss * float("nan")
-            if loss.requires_grad:  # not in a validation
+            if loss.requires_grad:  # not in validation
                 loss.register_hook(lambda grad: self._happen("backward"))
             return loss
 
@@ -241,7 +241,7 @@ class _Injector:
             step_unless(failed, optimizer)
             if fault := self._due("optimizer", "bit_flip"):
                 parameters = [p for group in optimizer.param_groups for p in group["params"]]
-                # Vectors first: every token passes a norm, while a row of the embedding may never be read.
+                # Vectors first: every token passes through a norm, while an embedding row may never be read.
                 local = sorted((p.to_local() if hasattr(p, "to_local") else p for p in parameters), key=Tensor.dim)
                 weight = next(p for p in local if p.numel())
                 with torch.no_grad():

@@ -1,6 +1,7 @@
 """Which experts the tokens of the simulated rank visit."""
 
 import json
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spurline.simulate.routing import RoutingModel, balanced, counts_of_shares, hottest_first, measured, zipf
+from spurline.train.metrics.expert_load_file import LARGE
+from spurline.train.metrics.jsonl import JsonlWriter
 
 
 @given(
@@ -50,6 +53,27 @@ def test_measured_routing_is_the_end_of_a_run_by_layer(tmp_path: Path) -> None:
     write_metrics(tmp_path, *early, last)
     model = measured(tmp_path)
     assert model.counts("layers.1.moe", 100, 2, 4, num_ranks=2) == [60, 80, 20, 40]
+
+
+def test_measured_routing_of_many_experts_is_read_from_their_file(tmp_path: Path) -> None:
+    """Runs with thousands of experts keep their load beside metrics.jsonl."""
+    num_experts = LARGE + 8
+    with closing(JsonlWriter(tmp_path)) as metrics:
+        for step in range(1, 11):
+            load = [0] * num_experts
+            load[step] = 7
+            metrics.write({"step": step, "expert_load": {"layers.1.moe": load}})
+    assert measured(tmp_path).shares == {"layers.1.moe": [7.0 * (expert == 10) for expert in range(num_experts)]}
+    (tmp_path / "expert_load.bin").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"expert_load\.bin' is damaged"):
+        measured(tmp_path)
+
+
+def test_steps_of_different_models_are_refused(tmp_path: Path) -> None:
+    loads = [{"layers.1.moe": [1, 2]}] * 10 + [{"layers.1.moe": [1, 2, 3]}, {"layers.2.moe": [1, 2]}] * 10
+    path = write_metrics(tmp_path, *({"step": step, "expert_load": load} for step, load in enumerate(loads)))
+    with pytest.raises(ValueError, match="do not have the same layers"):
+        measured(path)
 
 
 @pytest.mark.parametrize(
