@@ -6,7 +6,7 @@ from typing import Any
 
 
 def at_least(section: Any, **least: float) -> list[str]:
-    """Errors for the options of a section that are below their least value."""
+    """Errors for the options of a section that are below their minimum."""
     return [
         f"{name} must be at least {low}, got {getattr(section, name)}"
         for name, low in least.items()
@@ -15,7 +15,7 @@ def at_least(section: Any, **least: float) -> list[str]:
 
 
 def not_finite(section: Any) -> list[str]:
-    """Errors for floats, at any depth, that are NaN or infinite: NaN passes every range check below."""
+    """Errors for floats, at any depth, that are NaN or infinite: NaN would pass a range check."""
     found: list[str] = []
     for f in dataclasses.fields(section):
         value = getattr(section, f.name)

@@ -1,4 +1,4 @@
-"""The section of the data."""
+"""The data section."""
 
 from __future__ import annotations
 
@@ -25,29 +25,30 @@ class Data:
     text_field: str = "text"
     """Name of the text field in JSONL, Parquet and Hugging Face datasets."""
     tokenizer: str = ""
-    """A tokenizer.json file, a folder that has one, or the name of one that comes with Spurline (python_2048).
-    Empty: the tokenizer of the prepared data, else bytes."""
+    """A tokenizer.json file, a folder that contains one, or the name of a tokenizer shipped with Spurline
+    (python_2048). Empty: the tokenizer of the prepared data, or bytes if there is none."""
     mask_documents: bool = False
     """Restrict attention to tokens of the same document within a packed sequence."""
     kind: Literal["text", "chat", "pictures"] = "text"
-    """Text; conversations, from records with `messages` or with `prompt` and `completion`; or images with captions,
-    from a JSONL file of {"image": path, "text": ...} (with an empty data.path: generated images of colored shapes)."""
+    """text; chat: records with `messages`, or with `prompt` and `completion`; pictures: images with captions, from a
+    JSONL file of {"image": path, "text": ...} (with an empty data.path: generated images of colored shapes)."""
     max_pixels: int = 65_536
     """Downscale images with more pixels than this."""
 
     chat_template: str = field(default="", metadata=ADDED_LATER)
-    """Chat: a built-in template (chatml, llama3, plain, none) or a Jinja file (empty: that of the tokenizer's folder).
-    none: prompt and completion as they are, with boundary tokens around them."""
+    """Chat: a built-in template (chatml, llama3, plain, none) or a Jinja file (empty: from the tokenizer's folder).
+    none: prompt and completion unchanged, between boundary tokens."""
     loss_on: Literal["assistant", "all"] = field(default="assistant", metadata=ADDED_LATER)
-    """Chat: tokens to learn, those of assistant turns or all."""
+    """Chat: compute the loss on the tokens of assistant turns only, or on all tokens."""
     long_samples: Literal["truncate", "skip"] = field(default="truncate", metadata=ADDED_LATER)
-    """Chat: what to do with samples that are longer than training.seq_len; they are counted either way."""
+    """Chat: what to do with samples longer than training.seq_len; either way they are counted."""
     invalid_samples: Literal["error", "skip"] = field(default="error", metadata=ADDED_LATER)
-    """Chat: what to do with records that are no conversation, or that the template refuses; skip counts them."""
+    """Chat: what to do with records that are not a valid conversation or that the template rejects: stop with an
+    error, or skip and count them."""
 
     @property
     def separates_documents(self) -> bool:
-        """Whether attention is restricted to tokens of the same document; conversations never see each other."""
+        """Whether attention is restricted to tokens of the same document; for conversations it always is."""
         return self.mask_documents or self.kind == "chat"
 
     def problems(self) -> list[str]:

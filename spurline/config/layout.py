@@ -1,4 +1,4 @@
-"""The sections that say how a model is spread over ranks, compiled and recomputed."""
+"""The sections for parallelism, communication, compilation and activation checkpointing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Parallelism:
     context x tensor."""
 
     data_parallel_replicate_degree: int = 1
-    """Replicas of the model (HSDP; 1: none, that is plain FSDP)."""
+    """Number of model replicas (HSDP); 1 is plain FSDP."""
     data_parallel_shard_degree: int = -1
     """Ranks over which FSDP2 shards each replica's parameters (-1: all remaining ranks)."""
     tensor_parallel_degree: int = 1
@@ -26,26 +26,26 @@ class Parallelism:
     expert_tensor_parallel_degree: int = 1
     """Ranks that split each expert's hidden width."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = field(default="default", metadata=ADDED_LATER)
-    """When FSDP2 frees gathered weights: after the forward pass of each block but the last (default), of every
-    block (always: least memory), or only after the backward pass (never: half of the gathers). With pipeline
-    stages the default is never: each micro-batch would gather them again."""
+    """When FSDP2 frees all-gathered weights: after the forward pass of each block but the last (default), of every
+    block (always: least memory), or only after the backward pass (never: half the all-gathers). With pipeline
+    parallelism, default means never, since each micro-batch would all-gather them again."""
     fsdp_reduce_each_micro_batch: bool = field(default=False, metadata=ADDED_LATER)
-    """Reduce gradients over ranks with each micro-batch, not once per step: holds no unsharded gradients between
-    micro-batches, for as many times the traffic."""
+    """Reduce gradients over ranks after every micro-batch instead of once per step: no unsharded gradients are held
+    between micro-batches, but traffic grows with the number of micro-batches."""
 
     context_parallel_degree: int = field(default=1, metadata=ADDED_LATER)
-    """Ranks that share the positions of every sequence, for sequences that don't fit one rank."""
+    """Ranks that split the positions of every sequence, for sequences too long for one rank."""
     context_parallel_kind: Literal["all_gather", "ulysses"] = field(default="all_gather", metadata=ADDED_LATER)
-    """How attention reaches other ranks' positions: gather keys and values (latent attention: the narrow latent), or
-    exchange positions for heads, which need as many heads as ranks."""
+    """How attention reaches other ranks' positions: all_gather keys and values (latent attention: the narrow latent),
+    or ulysses, all-to-alls that trade positions for heads; the degree must divide the number of heads."""
 
     pipeline_parallel_degree: int = field(default=1, metadata=ADDED_LATER)
-    """Ranks that have a part of the layers each; micro-batches travel from one to the next."""
+    """Pipeline ranks, each of which holds some of the layers; micro-batches pass from one to the next."""
     pipeline_parallel_schedule: Literal[
         "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBV", "DualPipeV"
     ] = field(default="1F1B", metadata=ADDED_LATER)
-    """In which order a rank computes micro-batches. All but GPipe and 1F1B give a rank two stages, for shorter bubbles;
-    the last three compute gradients of inputs and of weights in two passes, to fill bubbles with the second."""
+    """Order in which a rank computes micro-batches. All but GPipe and 1F1B give a rank two stages, for smaller bubbles;
+    the last three split backward into input and weight gradients, and fill bubbles with the latter."""
 
     def problems(self) -> list[str]:
         found = [
@@ -62,11 +62,11 @@ class Parallelism:
 class Comm:
     timeout_seconds: int = 0
     """Fail when a collective has waited this long for a rank (0: PyTorch's default, 600 with nccl, 1800 with gloo).
-    The first step compiles, and a checkpoint is written by all: leave time for both."""
+    Leave time for compilation in the first step and for checkpoints, which all ranks write."""
     watchdog_seconds: int = field(default=0, metadata=ADDED_LATER)
-    """End the run when a step takes this long or a rank falls silent, and name the rank that did not arrive (0: on
+    """End the run when a step takes this long or a rank stops responding, and name the rank that hangs (0: with
     several ranks, 20 times the median step and at least 300; -1: never). The first step, validation and checkpoints
-    have 6 times as long."""
+    may take 6 times as long."""
 
     def problems(self) -> list[str]:
         return at_least(self, timeout_seconds=0, watchdog_seconds=-1)
@@ -96,7 +96,7 @@ class Compile:
 class ActivationCheckpoint:
     mode: Literal["none", "full", "selective", "selective_resend"] = "none"
     """What each block recomputes in backward to save memory: nothing, everything, or (selective) cheap ops.
-    Selective keeps the outputs of attention, large matmuls, routing and row exchanges; selective_resend sends rows
+    Selective keeps the outputs of attention, large matmuls, routing and all-to-alls; selective_resend dispatches rows
     to their experts again instead of keeping them (a quarter more traffic, far less memory with many experts)."""
 
     def problems(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""The section of low-rank adapters."""
+"""The section for low-rank adapters (LoRA)."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from spurline.config.checks import at_least
 
 @dataclass(frozen=True)
 class Lora:
-    """LoRA: the weights of a base model stay as they are, and adapters of low rank are trained beside them."""
+    """LoRA: the weights of a base model are frozen, and low-rank adapters are trained beside them."""
 
     rank: int = 0
-    """Rank of the adapters (0: no adapters, the weights themselves are trained)."""
+    """Rank of the adapters (0: no adapters; all weights are trained)."""
     alpha: float = 16.0
-    """What an adapter adds is multiplied by alpha / rank."""
+    """Scaling: an adapter's output is multiplied by alpha / rank."""
     targets: tuple[str, ...] = ("*.attention.*|*.feed_forward.*|*.experts.*|*.shared_experts.*",)
-    """Patterns of the weights that get adapters: "*.attention.w[qv].weight" "*.experts.*" ..."""
+    """Name patterns of the weights that get adapters: "*.attention.w[qv].weight" "*.experts.*" ..."""
     base: str = ""
-    """Run folder of the base model; its weights are loaded, and checkpoints hold the adapters alone."""
+    """Run folder of the base model, whose weights are loaded; checkpoints hold only the adapters."""
     base_step: int = -1
     """Step of the base model's checkpoint (-1: the newest)."""
 

@@ -1,4 +1,4 @@
-"""What the trainer and the tools need to know of a model family's config."""
+"""The interface between model configs and the trainer and tools."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ class ParallelFacts:
     num_heads: int
     """Attention heads."""
     num_kv_heads: int | None = None
-    """Key/value heads of grouped-query attention; None where every query head has its own."""
+    """Key/value heads of grouped-query attention; None if every query head has its own."""
     num_experts: int = 0
     """Experts per MoE layer (0: a dense model)."""
     expert_hidden_dim: int = 0
     """Hidden width of one expert."""
     num_layers: int = 0
-    """Layers that pipeline stages share (0: the model can't be cut into stages)."""
+    """Layers to divide among pipeline stages (0: the model can't be split into stages)."""
     first_stage_layers: int = 1
-    """Layers that the first pipeline stage has at least."""
+    """Minimum number of layers in the first pipeline stage."""
     split_widths: tuple[tuple[str, int], ...] = ()
     """Other sizes that tensor parallelism splits, as (option name, size)."""
 
 
 class ModelConfig(Protocol):
-    """The interface of a model family's config, as the trainer and the tools use it."""
+    """What the trainer and the tools require of a model family's config."""
 
     @property
     def vocab_size(self) -> int: ...

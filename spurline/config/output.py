@@ -1,4 +1,4 @@
-"""The sections of what a run writes, and of how it is examined."""
+"""The sections for what a run writes, and for profiling and debugging."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from spurline.typed_json import ADDED_LATER
 @dataclass(frozen=True)
 class Job:
     dump_folder: str = ""
-    """Folder for everything the run writes, and for this run alone: the same command resumes it (empty: a new,
-    numbered one in job.runs_folder)."""
+    """Folder for everything this run writes, not shared with other runs; the same command resumes it (empty: a new
+    numbered folder in job.runs_folder)."""
     runs_folder: str = field(default="", metadata=ADDED_LATER)
-    """Folder of numbered runs: each run has the next number, and `latest` is a link to the last (empty:
+    """Folder of numbered runs: each new run gets the next number, and `latest` links to the last one (empty:
     outputs/<config>)."""
     resume: str = field(default="", metadata=ADDED_LATER)
-    """Continue this run from its newest checkpoint: its folder, or `latest`. Without --config, its options are those
-    of its config.json."""
+    """Resume a run from its newest checkpoint: its folder, or `latest`. Without --config, options come from its
+    config.json."""
     allow_changes: bool = field(default=False, metadata=ADDED_LATER)
-    """Resume although options or data that change the run differ from the checkpoint's; each difference is listed."""
+    """Resume even if options or data that affect training differ from the checkpoint's; each difference is listed."""
     overwrite: bool = field(default=False, metadata=ADDED_LATER)
-    """Start at step 1 and replace the run that is in job.dump_folder, with its checkpoints."""
+    """Start at step 1 and replace the run in job.dump_folder, including its checkpoints."""
     max_same_failures: int = field(default=4, metadata=ADDED_LATER)
-    """Do not start a run with checkpoints again after this many failures in a row at the same step with the same
-    error; from the second on it steps back to an older checkpoint (0: no limit)."""
+    """Refuse to restart a run with checkpoints after this many consecutive failures at the same step with the same
+    error (0: no limit). From the second failure on, it resumes from an older checkpoint."""
 
     def problems(self) -> list[str]:
         found = at_least(self, max_same_failures=0)
@@ -42,7 +42,7 @@ class Checkpoint:
     interval: int = 100
     """Steps between checkpoints; the last step is always saved."""
     interval_minutes: float = field(default=30.0, metadata=ADDED_LATER)
-    """Minutes after which a checkpoint is saved if there was none since (0: by steps alone)."""
+    """Also save a checkpoint when this many minutes have passed since the last one (0: only every interval steps)."""
     keep_latest_k: int = 3
     """Number of newest checkpoints to keep (0: keep all)."""
     keep_best: bool = False
@@ -50,15 +50,15 @@ class Checkpoint:
     async_mode: Literal["disabled", "async"] = "disabled"
     """async: training waits only for a copy of the state in memory; a background thread writes it to disk."""
     sign_key_file: str = field(default="", metadata=ADDED_LATER)
-    """File with a secret key: checkpoints are signed with it (HMAC-SHA256), and only those are loaded (empty: off)."""
+    """File with a secret key to sign checkpoints (HMAC-SHA256); unsigned checkpoints are not loaded (empty: off)."""
 
     folder: str = field(default="", metadata=ADDED_LATER)
-    """Folder for the checkpoints of this run alone, which may be remote, such as s3://bucket/run (needs fsspec and
-    s3fs or the like); the same command resumes from there (empty: <run folder>/checkpoints)."""
+    """Folder for this run's checkpoints, not shared with other runs; may be remote, such as s3://bucket/run (needs
+    fsspec and s3fs or similar). The same command resumes from there (empty: <run folder>/checkpoints)."""
 
     initial_load_path: str = field(default="", metadata=ADDED_LATER)
     """Start from the weights of a Hugging Face folder, a run or a checkpoint, with a fresh optimizer at step 0.
-    Without --module and --config, the model is that of the folder too. Ignored when the run resumes."""
+    Without --module and --config, the model config comes from there too. Ignored when the run resumes."""
 
     def problems(self) -> list[str]:
         return at_least(self, interval=1, interval_minutes=0, keep_latest_k=0)
@@ -79,13 +79,13 @@ class Metrics:
     sample_prompt: str = "def "
     """Prompt of the sample."""
     sample_interval: int = field(default=0, metadata=ADDED_LATER)
-    """Steps between samples during training, which the report shows with their step (0: only after the last step)."""
+    """Steps between samples during training; the report shows all of them (0: only after the last step)."""
     live_expert_load: bool = field(default=True, metadata=ADDED_LATER)
-    """In a terminal of at least 100 columns, show the load of experts below the progress line."""
+    """In a terminal of at least 100 columns, show the expert load below the progress line."""
     report: bool = True
     """Write report.html (curves, expert load, samples) to the run folder after the last step."""
     layer_times: bool = True
-    """Report the time of each step spent in experts and in routing, dispatch and combine (eager models only)."""
+    """Report the time that each step spends in experts and in routing, dispatch and combine (eager models only)."""
     tensorboard: bool = True
     """Also write TensorBoard event files, if tensorboard is installed."""
     wandb: Literal["off", "online", "offline"] = "off"
@@ -129,15 +129,15 @@ class Debug:
     separate_expert_units: bool = False
     """Wrap each layer's experts in their own FSDP2 unit, as on PyTorch builds without per-parameter meshes."""
     record_routing: str = field(default="", metadata=ADDED_LATER)
-    """Folder to record which experts each token of each step visits (empty: off)."""
+    """Folder in which to record the experts of each token in each step (empty: off)."""
     record_routing_weights: bool = field(default=False, metadata=ADDED_LATER)
-    """Record the routing weights too."""
+    """With record_routing, record the routing weights too."""
     replay_routing: str = field(default="", metadata=ADDED_LATER)
-    """Folder of a recording: tokens visit the experts they visited then, with weights of this run's scores."""
+    """Folder of a recording: route tokens to the recorded experts, with this run's routing weights (empty: off)."""
     stop_after: int = 0
-    """Stop after this step but keep the learning rate schedule of all training.steps, to test resuming (0: off)."""
+    """Stop after this step but keep the learning rate schedule of training.steps, to test resuming (0: off)."""
     check_replicas_interval: int = field(default=100, metadata=ADDED_LATER)
-    """Steps between comparisons of what several ranks hold copies of; also before each checkpoint (0: never)."""
+    """Steps between checks that replicated tensors are equal on all ranks; also before each checkpoint (0: never)."""
 
     def problems(self) -> list[str]:
         found = at_least(self, stop_after=0, check_replicas_interval=0)

@@ -1,4 +1,4 @@
-"""The section of products in 8 bits: which layers, and how their operands are rounded."""
+"""The section for 8-bit matmuls: which layers, and how their operands are quantized."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Precision:
-    """Products in 8 bits: float8 with a scale a row, or MXFP8 with a scale for every 32 numbers."""
+    """8-bit matmuls: float8 with rowwise scales, or MXFP8 with one scale per 32 elements."""
 
     recipe: Literal["none", "float8", "mxfp8"] = "none"
-    """How operands of matrix products are rounded: float8 (scale a row), mxfp8 (scale a block of 32), or not at all."""
+    """How matmul operands are quantized: float8 (rowwise scales), mxfp8 (one scale per 32 elements), or not at all."""
     layers: tuple[str, ...] = ("layers.*",)
-    """Names of layers to convert: linear layers, experts, shared experts. `*` is any text; `a|b` is either. By default
-    all inside blocks: router, norms, embedding and head stay as they are. A pattern without a layer is an error."""
+    """Name patterns of layers to convert: linear layers, experts, shared experts. `*` matches any text, `a|b` either.
+    The default converts all in blocks; router, norms, embedding and head stay as they are. Each pattern must match."""
     grad_dtype: Literal["e4m3", "e5m2"] = "e4m3"
-    """What gradients are rounded to; activations and weights are e4m3. Experts on an accelerator: e4m3 only."""
+    """Format of quantized gradients; activations and weights are always e4m3. Accelerators need e4m3, or emulate."""
     emulate: bool = False
-    """On an accelerator too, round operands and multiply them in training.dtype, as a CPU does."""
+    """Emulate on accelerators too, as CPUs always do: quantize operands, but multiply them in training.dtype."""
 
     def problems(self) -> list[str]:
         if self.recipe == "none":

@@ -12,10 +12,10 @@ FROZEN_ROUTER = "*.router.* lr_factor=0"
 
 
 def finetune(run: RunConfig[Any]) -> RunConfig[Any]:
-    """Careful steps from trained weights: a low rate, no decay of weights, and a router that stays as it is.
+    """Settings for fine-tuning trained weights: a low learning rate, no weight decay, and a frozen router.
 
-    Tokens go on visiting the experts that were trained for them: gates are frozen, the selection bias does not move,
-    and no balance loss pulls at the hidden states. Conversations and documents of a sequence don't see each other.
+    Routing stays as pretrained: gates are frozen, the selection bias is not updated, and no balance loss affects the
+    hidden states. Attention does not cross the boundaries of conversations or documents within a sequence.
     """
     has_router = run.model.parallel_facts().num_experts > 0
     model = run.model

@@ -77,7 +77,7 @@ class RunConfig(Generic[M]):
         return found
 
     def _pipeline_problems(self) -> list[str]:
-        """What does not go together with pipeline stages."""
+        """Errors for options that can't be combined with pipeline parallelism."""
         parallelism = self.parallelism
         if parallelism.pipeline_parallel_degree <= 1:
             return []

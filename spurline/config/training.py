@@ -1,4 +1,4 @@
-"""The sections of a training step: what it computes, with which optimizer and learning rate."""
+"""The sections for the training step, the optimizer and the learning rate schedule."""
 
 from __future__ import annotations
 
@@ -20,36 +20,37 @@ class Training:
     """Micro-batch size: sequences per forward pass per data-parallel rank."""
     global_batch_size: int = -1
     """Sequences per optimizer step over all ranks, by gradient accumulation (-1: one micro-batch per rank).
-    Set it to see the same data with any number of ranks."""
+    Set it to train on the same batches with any number of ranks."""
     seed: int = 0
     """Random seed for initial weights, data order and sampling."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute dtype of activations and matmuls; parameters and optimizer state stay float32."""
     mixed_precision_param: Literal["auto", "float32", "bfloat16"] = field(default="auto", metadata=ADDED_LATER)
-    """dtype in which FSDP2 gathers weights (auto: training.dtype). Norms and router gates are gathered in float32."""
+    """dtype in which FSDP2 all-gathers weights (auto: training.dtype); always float32 for norms and router gates."""
     mixed_precision_reduce: Literal["float32", "bfloat16"] = field(default="float32", metadata=ADDED_LATER)
-    """dtype in which FSDP2 sums gradients over ranks; bfloat16 halves the traffic and rounds each sum."""
+    """dtype in which FSDP2 reduces gradients over ranks; bfloat16 halves the traffic but rounds each sum."""
     device: Literal["auto", "cpu", "cuda", "xpu", "mps"] = field(default="auto", metadata=ADDED_LATER)
-    """Device of each rank: cuda is for ROCm too; auto takes the accelerator of this machine, else the CPU."""
+    """Device of each rank. auto: this machine's accelerator, or the CPU if it has none; cuda includes ROCm."""
     max_grad_norm: float = 1.0
     """Clip the global gradient norm to this value (0: no clipping)."""
     on_bad_step: Literal["stop", "skip"] = field(default="stop", metadata=ADDED_LATER)
-    """What to do about a step whose loss or gradient is not finite: stop the run, or go on without its update.
-    Either way it is recorded in bad_steps.jsonl of the run folder, for `spurline replay`."""
+    """What to do when a step's loss or gradient is not finite: stop the run, or skip the update and continue.
+    Either way the step is recorded in bad_steps.jsonl in the run folder, for `spurline replay`."""
     max_bad_steps: int = field(default=5, metadata=ADDED_LATER)
-    """With on_bad_step skip: stop after more bad steps in a row than this."""
+    """With on_bad_step skip: stop after more than this many consecutive bad steps."""
     on_loss_spike: Literal["warn", "step_back"] = field(default="warn", metadata=ADDED_LATER)
-    """What to do when the loss jumps and stays up: warn, or go back to the checkpoint before it (checkpoint.enable)."""
+    """What to do when the loss jumps and stays high: warn, or go back to the checkpoint before (checkpoint.enable)."""
     loss_spike_patience: int = field(default=3, metadata=ADDED_LATER)
-    """With on_loss_spike step_back: logged steps in a row whose loss is far above the usual (6 standard deviations)."""
+    """With on_loss_spike step_back: go back after this many consecutive logged steps with a loss far above the usual
+    (by 6 standard deviations and by 10%)."""
     loss_spike_skip_data: bool = field(default=True, metadata=ADDED_LATER)
-    """With on_loss_spike step_back: leave out the data that was read since the checkpoint."""
+    """With on_loss_spike step_back: skip the data read since the checkpoint, instead of training on it again."""
     max_step_backs: int = field(default=3, metadata=ADDED_LATER)
-    """With on_loss_spike step_back: stop at the next spike after this many."""
+    """With on_loss_spike step_back: go back at most this many times; the next spike stops the run."""
     threads: int = 0
-    """Intra-op CPU threads per rank (0: PyTorch's default). Reductions may differ in the last bits between values."""
+    """Intra-op CPU threads per rank (0: PyTorch's default). Changing it may change the last bits of reductions."""
     freeze: tuple[str, ...] = field(default=(), metadata=ADDED_LATER)
-    """Patterns of parameters that are not trained: "embedding.*" "layers.[0-3].*" ...; !PATTERN stays trained."""
+    """Name patterns of parameters to freeze: "embedding.*" "layers.[0-3].*" ...; !PATTERN excludes what it matches."""
     keep_freed_memory: bool = True
     """Keep freed memory in the process (glibc only): fewer page faults per step, slightly higher memory use."""
 
@@ -65,18 +66,18 @@ class Training:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """AdamW, or Muon for the matrices inside blocks (experts too) and AdamW for the rest."""
+    """AdamW; or Muon for the weight matrices of blocks, including experts, and AdamW for the rest."""
 
     name: Literal["adamw", "muon"] = "adamw"
-    """muon: embedding, output head, router gates, norms and biases stay with AdamW."""
+    """With muon, embedding, output head, router gates, norms and biases still use AdamW."""
     lr: float = 3e-3
-    """Peak learning rate, of both."""
+    """Peak learning rate, of AdamW and Muon."""
     beta1: float = 0.9
     """AdamW: decay rate of the running mean of gradients."""
     beta2: float = 0.95
     """AdamW: decay rate of the running mean of squared gradients."""
     eps: float = 1e-8
-    """AdamW: added to the root of the mean square, which divides the mean."""
+    """AdamW: term added to the denominator for numerical stability."""
     weight_decay: float = 0.1
     """Decoupled weight decay, applied to matrices only."""
     momentum: float = 0.95
@@ -84,13 +85,14 @@ class Optimizer:
     nesterov: bool = True
     """Muon: Nesterov momentum."""
     adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
-    """Muon: how a matrix's shape scales its rate, as in torch.optim.Muon; match_rms_adamw suits AdamW's rates."""
+    """Muon: how the learning rate depends on a matrix's shape, as in torch.optim.Muon; with match_rms_adamw, learning
+    rates tuned for AdamW can be reused."""
     ns_steps: int = 5
     """Muon: Newton-Schulz iterations."""
     ns_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Muon: dtype of these iterations; auto is bfloat16 on accelerators and float32 on CPUs."""
+    """Muon: dtype of the Newton-Schulz iterations (auto: bfloat16 on accelerators, float32 on CPUs)."""
     groups: tuple[str, ...] = ()
-    """Options for parameters by name, the first match counts: "*.experts.* optimizer=muon lr_factor=0.5" ..."""
+    """Options by parameter name; the first matching pattern applies: "*.experts.* optimizer=muon lr_factor=0.5" ..."""
 
     @property
     def rules(self) -> tuple[ParameterRule, ...]:

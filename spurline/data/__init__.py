@@ -27,10 +27,10 @@ class DataSets:
     num_tokens: int
     """Total tokens of training and validation documents, including boundary tokens."""
     fingerprint: Callable[[], str] = lambda: ""
-    """A hash of all documents, which is computed when it is asked for: from the checksums of prepared data, else from
-    the tokens. Of pictures it covers names, captions and sizes."""
+    """Computes a hash of all documents: from the checksums of prepared data, otherwise from the tokens. For images it
+    covers names, captions and sizes."""
     notes: list[str] = field(default_factory=list)
-    """What was done with the data, in lines for the user."""
+    """Messages for the user about what was done with the data."""
     questions: Questions | None = None
     """Held-out prompts of chat data."""
 

@@ -80,12 +80,12 @@ class Batch:
         return {name: extra for name, extra in extras.items() if extra is not None}
 
     def to(self, device: torch.device) -> Batch:
-        """On a device; copies from pinned memory are queued there, and the host does not wait for them."""
+        """The batch on a device; copies from pinned memory are asynchronous."""
         images = None if self.images is None else self.images.to(device)
         return self._each(lambda tensor: tensor.to(device, non_blocking=True), images)
 
     def pin_memory(self) -> Batch:
-        """In memory that an accelerator can copy from while the host goes on."""
+        """The batch in pinned memory, for asynchronous copies to an accelerator."""
         images = None if self.images is None else self.images.pin_memory()
         return self._each(Tensor.pin_memory, images)
 

@@ -1,4 +1,4 @@
-"""Batches of conversations: samples packed into windows of equal length, each a document that sees no other.
+"""Batches of conversations: samples packed into windows of equal length, masked so that they don't see each other.
 
 B windows of L tokens; N tokens over all samples. A sample of n tokens takes n - 1 positions of a window: its last token
 is a label only.
@@ -34,7 +34,7 @@ NUM_QUESTIONS = 4
 
 @dataclass(frozen=True)
 class Question:
-    """A held-out prompt, and the answer that the data has for it."""
+    """A held-out prompt and its answer in the data."""
 
     prompt: list[int]
     text: str
@@ -43,7 +43,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Questions:
-    """Held-out prompts for samples of the model's answers."""
+    """Held-out prompts for sampling the model's answers."""
 
     chat: ChatFormat
     questions: list[Question]
@@ -51,7 +51,7 @@ class Questions:
 
 @dataclass
 class Counts:
-    """What was done with the records, for the user."""
+    """What was done with the records, to report to the user."""
 
     conversations: int = 0
     truncated: int = 0
@@ -61,14 +61,14 @@ class Counts:
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation and the samples that it became."""
+    """A conversation and the samples made from it."""
 
     conversation: Conversation
     samples: list[Sample]
 
 
 class ChatWindows:
-    """The samples of several sources, packed into windows; none holds samples of two sources."""
+    """The samples of several sources, packed into windows; no window mixes sources."""
 
     def __init__(self, sources: Sequence[Sequence[Sample]], seq_len: int, padding_id: int) -> None:
         self.samples = [sample for samples in sources for sample in samples]
@@ -94,11 +94,11 @@ class ChatWindows:
         return sum(int(sample.is_learned_N[1:].sum()) for sample in self.samples)
 
     def batch(self, window_ids: Sequence[int]) -> Batch:
-        """Tokens, labels and the number of the sample of each position; what is not learned has no label."""
+        """Tokens, labels and sample index of each position; tokens outside the loss are labeled IGNORE_INDEX."""
         shape = len(window_ids), self.seq_len
         token_BL = np.full(shape, self._padding_id, np.int64)
         label_BL = np.full(shape, IGNORE_INDEX, np.int64)
-        document_BL = np.empty(shape, np.int64)  # in ascending order, as masks need it
+        document_BL = np.empty(shape, np.int64)  # in ascending order, as masks require
         for row, window_id in enumerate(window_ids):
             stop = 0
             document_BL[row] = len(self._windows[window_id])  # padding comes last
@@ -143,7 +143,7 @@ def open_chat(data: Data, seq_len: int, seed: int) -> DataSets:
 
 
 def _read(data: Data, chat: ChatFormat, seq_len: int, counts: Counts) -> Iterator[Chat]:
-    """The conversations of one path as samples that fit into a window, in the order of a hash of their names."""
+    """The conversations of one path as samples that fit into a window, ordered by a hash of their names."""
     found: list[Chat] = []
     for record in read_records(data):
         try:
@@ -161,7 +161,7 @@ def _read(data: Data, chat: ChatFormat, seq_len: int, counts: Counts) -> Iterato
 
 
 def _fitting(samples: list[Sample], room: int, truncate: bool, counts: Counts) -> Iterator[Sample]:
-    """The samples of at most `room` tokens; longer ones are cut, if something to learn is left, or skipped."""
+    """The samples of at most `room` tokens; longer ones are truncated, if a token to learn is left, or skipped."""
     for sample in samples:
         cut = Sample(sample.tokens_N[:room], sample.is_learned_N[:room])
         if len(sample.tokens_N) <= room:
@@ -178,7 +178,7 @@ def _sample_hash(sample: Sample) -> str:
 
 
 def _split(chats: list[Chat], fraction: float) -> tuple[list[Chat], list[Chat]]:
-    """(those to train on, those held out): whole conversations, chosen by a hash of their names."""
+    """(training, held out): a split by conversation, determined by a hash of their names."""
     hash_D = np.array([split_hash(one.conversation.name) for one in chats], np.uint64)
     size_D = np.array([sum(len(sample.tokens_N) for sample in one.samples) for one in chats], np.int64)
     is_held_D = choose_documents(hash_D, size_D, fraction)

@@ -1,6 +1,6 @@
-"""Chat templates with a name, for tokenizers whose folder has none. Torch-free.
+"""Built-in chat templates, for tokenizers whose folder has none. Torch-free.
 
-All of them mark what the assistant writes with {% generation %}, and end each turn with a text of their own.
+All of them mark the assistant's text with {% generation %}, and end each turn with a fixed text.
 """
 
 CHATML = """\
@@ -27,7 +27,7 @@ LLAMA3 = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""
 
-# For tokenizers without tokens for turns, such as bytes.
+# For tokenizers without special tokens for turns, such as bytes.
 PLAIN = """\
 {%- for message in messages %}
 {{- '### ' + message['role'] | capitalize + '\\n' }}

@@ -1,9 +1,9 @@
 """Conversations as tokens, with a mask of those to learn. Torch-free.
 
-Where the template marks what the assistant writes ({% generation %}), that is the mask. Elsewhere an answer is what the
-template adds to the conversation before it, with the prompt for an answer at its end. Some templates write earlier
-turns in another way once others follow (without their reasoning, for instance): then each answer is a sample of its
-own, behind the turns before it as the model will see them.
+If the template marks the assistant's text ({% generation %}), that is the mask. Otherwise an answer is the text that
+the template adds after the preceding turns and the generation prompt. Some templates render earlier turns differently
+once others follow (without their reasoning, for instance): then each answer becomes a sample of its own, after the
+preceding turns as the model will see them.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class Ending:
     """How the template ends an answer."""
 
     token_id: int | None
-    """The first token behind the answer, if it is a special one."""
+    """The first token after the answer, if it is a special token."""
     text: str
-    """What follows the answer otherwise; empty if nothing does."""
+    """Otherwise, the text that follows the answer; empty if there is none."""
 
 
 class ChatFormat:
-    """A tokenizer and a template: conversations to samples, and prompts to tokens."""
+    """A tokenizer and a template, which turn conversations into samples and prompts into tokens."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, learn_all: bool = False) -> None:
         """Without a template, prompt and completion are encoded as they are."""
@@ -60,7 +60,7 @@ class ChatFormat:
         """Conversations that became several samples."""
 
     def samples(self, conversation: Conversation) -> list[Sample]:
-        """Raises a ValueError in a phrase if the template refuses it, or nothing in it is to be learned."""
+        """The samples of a conversation; raises a ValueError if the template rejects it or it has no token to learn."""
         if self.template is None:
             found = [self._plain_sample(conversation)]
         else:
@@ -72,7 +72,7 @@ class ChatFormat:
         return found
 
     def prompt(self, messages: list[Message], tools: list[object] | None = None) -> Tokens:
-        """The tokens in front of an answer to the last message."""
+        """The tokens that precede an answer to the last message."""
         if self.template is None:
             text = "".join(_as_text(message) for message in messages)
             return np.append(self._boundary, self.tokenizer.encode(text))
@@ -86,11 +86,11 @@ class ChatFormat:
         )
 
     def cut(self, text: str) -> str:
-        """An answer that was generated, up to the text that ends it."""
+        """A generated answer, up to the text that ends it."""
         return text.partition(self.ending.text)[0] if self.ending.text else text
 
     def answer(self, tokens: Sequence[int]) -> str:
-        """The text of an answer that was generated, up to its end."""
+        """The text of a generated answer, up to its end."""
         end = next((number for number, token in enumerate(tokens) if token in self.stop_ids), len(tokens))
         return self.cut(self.tokenizer.decode(tokens[:end]))
 
@@ -111,7 +111,7 @@ class ChatFormat:
         return Text(text, [(0, len(text))] if self.learn_all else spans)
 
     def _derived(self, conversation: Conversation) -> list[Text]:
-        """The whole conversation with the spans of its answers, or a text for each of them."""
+        """The full conversation with the spans of its answers, or one text per answer."""
         whole, texts = self._render(conversation, len(conversation.messages)), []
         for number, message in enumerate(conversation.messages):
             if message["role"] == "assistant" and number >= conversation.num_given:
@@ -135,7 +135,7 @@ class ChatFormat:
 
     def _encode(self, text: Text) -> Sample:
         sample = encode(self.tokenizer, *text)
-        if self.ending == Ending(None, ""):  # else the model would never learn to stop
+        if self.ending == Ending(None, ""):  # otherwise the model would never learn to stop
             return Sample(np.append(sample.tokens_N, self._boundary), np.append(sample.is_learned_N, True))
         return sample
 
@@ -150,13 +150,13 @@ class ChatFormat:
         return Sample(tokens_N, is_learned_N)
 
     def _ending(self) -> Ending:
-        """What a template writes behind an answer, found by an example."""
+        """What the template writes after an answer, found by rendering an example."""
         if self.template is None:
             return Ending(None, "")
         example = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
         try:
             behind = self.template.render(example).text.rpartition(_ANSWER)[2]
-        except ValueError:  # it needs more than that: the boundary token has to do
+        except ValueError:  # the template needs more than this example: fall back to the boundary token
             return Ending(None, "")
         if isinstance(self.tokenizer, FileTokenizer) and behind.strip():
             first = self.tokenizer.encode_rendered(behind.lstrip()).ids[0]
@@ -176,7 +176,7 @@ def _as_text(message: Message) -> str:
 
 
 def encode(tokenizer: Tokenizer, text: str, spans: list[Span]) -> Sample:
-    """The tokens of a rendered text; to be learned are those with a character in one of the spans."""
+    """The tokens of a rendered text; those with a character in one of the spans are to be learned."""
     text = text.encode("utf-8", errors="replace").decode("utf-8")
     if not isinstance(tokenizer, FileTokenizer):
         return _encode_bytes(tokenizer, text, spans)

@@ -1,7 +1,7 @@
-"""Jinja chat templates, as Hugging Face tokenizers bring them: rendered in a sandbox. Torch-free.
+"""Jinja chat templates of Hugging Face tokenizers, rendered in a sandbox. Torch-free.
 
-Templates are given what `transformers` gives them: messages, tools, add_generation_prompt and special tokens by name;
-raise_exception, strftime_now, tojson, loop controls, and {% generation %} around what the assistant writes.
+Templates can use what `transformers` provides: messages, tools, add_generation_prompt and special tokens by name;
+raise_exception, strftime_now, tojson, loop controls, and {% generation %} around the assistant's text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from spurline.untrusted import read_bytes, read_json, reason
 Message = dict[str, Any]
 NO_TEMPLATE = "none"
 MAX_RENDERED = 2**26
-"""Characters that a template may make of one conversation."""
+"""Most characters that a template may write for one conversation."""
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
@@ -28,14 +28,14 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 class Rendered(NamedTuple):
     text: str
     spans: list[tuple[int, int]]
-    """Begin and end, in characters, of what the template marks as written by the assistant."""
+    """Start and end, in characters, of the text that the template marks as the assistant's."""
 
 
 class ChatTemplate:
-    """A template, ready to render; a ValueError of one line says what is wrong with it or with a conversation."""
+    """A compiled template; errors in it or in a conversation are raised as one-line ValueErrors."""
 
     def __init__(self, source: str, special_tokens: dict[str, str], where: str, for_tools: str | None = None) -> None:
-        """`where` names its origin for errors and counts; `for_tools` is another template, used with tools."""
+        """`where` names its origin in errors and counts; `for_tools` is another template, used with tools."""
         self.where = where
         self.source = source
         self.marks_generation = bool(_GENERATION.search(source))
@@ -61,14 +61,14 @@ class ChatTemplate:
                 template.environment.length += len(block)
                 if template.environment.length > MAX_RENDERED:
                     raise ValueError(f"it makes more than {MAX_RENDERED} characters of one conversation")
-        except Exception as error:  # the template is code of others, and may raise anything
+        except Exception as error:  # the template is third-party code, and may raise anything
             what = str(error).partition("\n")[0] or type(error).__name__
             raise ValueError(f"the chat template of {self.where} raised: {what}") from None
         return Rendered("".join(blocks), spans)
 
 
 def _with_reasoning(message: Message) -> Message:
-    """Under whichever name the reasoning comes, templates find it under the usual ones."""
+    """The message with its reasoning, if any, under both keys that templates read, whatever its own key is."""
     reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
@@ -86,7 +86,7 @@ def _compiled(source: str, where: str) -> Any:
 
 @cache
 def _environment_class() -> Any:
-    """A sandbox in which templates can change nothing, and can't make a value larger than they are allowed to write."""
+    """The class of a sandbox in which templates can't modify their inputs or build values larger than MAX_RENDERED."""
     try:
         import jinja2
         from jinja2 import nodes
@@ -96,7 +96,7 @@ def _environment_class() -> Any:
         raise ValueError("chat templates need the package jinja2: pip install 'spurline[hf]'") from None
 
     class Generation(Extension):
-        """{% generation %} ... {% endgeneration %}: writes what is inside, and notes where it is."""
+        """{% generation %} ... {% endgeneration %}: writes its content, and records its span."""
 
         tags = {"generation"}  # noqa: RUF012 (as Jinja has it)
 
@@ -136,12 +136,12 @@ def _environment_class() -> Any:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Without the HTML escapes of Jinja's own."""
+    """A tojson filter without the HTML escapes of Jinja's own."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def find_template(name: str, tokenizer_path: str) -> ChatTemplate | None:
-    """The template of data.chat_template, or else that of the tokenizer's folder; None for `none`."""
+    """The template named by data.chat_template, or if empty, the one in the tokenizer's folder; None for `none`."""
     if name == NO_TEMPLATE:
         return None
     folder = _folder_of(tokenizer_path)
@@ -169,7 +169,7 @@ def _folder_of(tokenizer_path: str) -> Path | None:
 
 
 def _templates(folder: Path) -> dict[str, str]:
-    """The templates of a tokenizer folder by name; a file of its own comes before tokenizer_config.json."""
+    """The templates of a tokenizer folder by name; separate files take precedence over tokenizer_config.json."""
     found: dict[str, str] = {}
     for file in ("tokenizer_config.json", "chat_template.json"):
         content = _json(folder / file).get("chat_template")

@@ -9,7 +9,7 @@ from typing import Any
 Message = dict[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 FIELDS = ("messages", "prompt", "completion", "tools")
-# Which roles may follow which; "" is the beginning.
+# Which roles may follow which; "" is the start of the conversation.
 _NEXT = {
     "": ("system", "developer", "user"),
     "system": ("user",),
@@ -27,11 +27,11 @@ class Conversation:
     messages: list[Message]
     tools: list[Any] | None = None
     num_given: int = 0
-    """How many of the messages are a prompt, in which nothing is to be learned."""
+    """How many of the messages belong to the prompt, which is excluded from the loss."""
 
 
 def read_conversation(record: Any, name: str) -> Conversation:
-    """The conversation of a record; a ValueError in a phrase if it is none."""
+    """The conversation of a record; raises a ValueError if it is not a valid one."""
     if not isinstance(record, dict):
         raise ValueError("not a JSON object with a field 'messages', or with 'prompt' and 'completion'")
     tools = _tools(record.get("tools"))
@@ -66,12 +66,12 @@ def _message(message: Any, where: str) -> Message:
         raise ValueError(f"{where} has the role {role!r}, which is none of {', '.join(ROLES)}")
     if not isinstance(content, str | list) and not (content is None and message.get("tool_calls")):
         raise ValueError(f"{where} has no 'content'")
-    # Tables fill up what a message does not have with nulls, and templates ask whether a key is there.
+    # Tables store missing keys as nulls, and templates check whether a key is present.
     return {key: value for key, value in message.items() if value is not None} | {"content": content or ""}
 
 
 def _tools(value: Any) -> list[Any] | None:
-    """Descriptions of tools, as a list or as its JSON text; templates write them as text."""
+    """Descriptions of tools, given as a list or as its JSON text."""
     if isinstance(value, str):
         try:
             value = json.loads(value) if value.strip() else None

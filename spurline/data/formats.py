@@ -18,9 +18,9 @@ from spurline.untrusted import lines
 
 PIECE_BYTES = 2**18
 MAX_DOCUMENT_BYTES = 2**26
-"""The most that one line may have, after decompression."""
+"""Maximum size of one line, after decompression."""
 MAX_ROW_GROUP_BYTES, MAX_EXPANSION = 2**30, 20
-"""A row group of Parquet that is larger than the first must not be larger than so many times what is stored."""
+"""A Parquet row group larger than MAX_ROW_GROUP_BYTES must not exceed MAX_EXPANSION times its compressed size."""
 PARQUET_ROWS = 256
 _TEXT_SUFFIXES = (".jsonl", ".ndjson")
 
@@ -65,7 +65,7 @@ def _read_text(path: str, name: str, advance: Advance) -> Iterator[Document]:
 
 
 def _last_cut(content: bytes) -> int:
-    """The offset at which the last line begins, or else the last word, or else the last character."""
+    """The offset at which the last line begins, or without line breaks the last word, or else the last character."""
     if cut := content.rfind(b"\n") + 1 or content.rfind(b" ") + 1:
         return cut
     at_most_4_bytes = range(len(content) - 1, len(content) - 5, -1)
@@ -111,7 +111,7 @@ def jsonl_records(path: str, advance: Advance) -> Iterator[tuple[int, Any]]:
 
 
 def _bounded_lines(file: BinaryIO, path: str) -> Iterator[bytes]:
-    """Lines as they are decompressed: one at a time, and none without a limit."""
+    """Decompressed lines, one at a time, each of at most MAX_DOCUMENT_BYTES."""
     try:
         yield from lines(file, MAX_DOCUMENT_BYTES)
     except ValueError as error:
@@ -167,7 +167,7 @@ def _read_parquet(path: str, name: str, text_field: str, advance: Advance) -> It
             if text_field not in schema.names:
                 columns = ", ".join(map(repr, schema.names))
                 raise ValueError(f"{where}: no column {text_field!r} (it has {columns}): choose with data.text_field")
-            # As a dictionary a value that is repeated is stored once: a batch is no larger than what it is read from.
+            # Dictionary encoding stores repeated values once, so a batch is no larger than the data it is read from.
             is_text = schema.field(text_field).type in (pyarrow.string(), pyarrow.large_string())
             table = ParquetFile(file, read_dictionary=[text_field] if is_text else None)
             _check_row_groups(table, text_field, where)
@@ -186,7 +186,7 @@ def _read_parquet(path: str, name: str, text_field: str, advance: Advance) -> It
 
 
 def parquet_rows(path: str, wanted: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Each row with its number, as a dict of those of the wanted columns that the file has."""
+    """Each row with its number, as a dict of the wanted columns that the file has."""
     pyarrow = import_pyarrow("Parquet files")
     from pyarrow.parquet import ParquetFile
 
@@ -208,7 +208,7 @@ def parquet_rows(path: str, wanted: Sequence[str]) -> Iterator[tuple[int, dict[s
 
 
 def _values(column: Any) -> Iterator[Any]:
-    """The values of a column; one that is repeated in a row of a dictionary is made once."""
+    """The values of a column; consecutive repeats in a dictionary-encoded column share one object."""
     if not hasattr(column, "dictionary"):
         yield from (value.as_py() for value in column)
         return
@@ -220,7 +220,7 @@ def _values(column: Any) -> Iterator[Any]:
 
 
 def _check_row_groups(table: Any, text_field: str, where: str) -> None:
-    """Refuse a file that would take far more memory than it has bytes: a column is decompressed by row groups."""
+    """Reject a file that expands to far more memory than its size: columns are decompressed one row group at a time."""
     for number in range(table.metadata.num_row_groups):
         group = table.metadata.row_group(number)
         columns = [group.column(i) for i in range(group.num_columns)]

@@ -52,7 +52,7 @@ def read_dataset(path: str, text_field: str, advance: Advance) -> Iterator[Docum
 
 
 def dataset_rows(path: str, wanted: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Each row with its number; of the columns, as far as they are known, those that are wanted."""
+    """Each row with its number; only the wanted columns are read, if the columns are known in advance."""
     dataset = _open(path)
     if dataset.column_names is not None:
         dataset = dataset.select_columns([name for name in wanted if name in dataset.column_names])

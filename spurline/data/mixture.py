@@ -14,7 +14,7 @@ class SampleOrder:
 
     Sources are interleaved as evenly as integers allow. Of the first n positions, the first source gets
     floor(n * share + phase), for every n; the second gets its share of the rest in the same way, and so on. Any
-    interval thus has each source in proportion to within a few windows, and the window at position n depends on n only.
+    interval thus has each source in proportion to within a few windows, and the window at position n depends only on n.
     """
 
     def __init__(self, num_windows: Sequence[int], weights: Sequence[Fraction], seed: int) -> None:

@@ -89,7 +89,7 @@ def document_ids(tokens_BL: Any, boundary_id: int) -> Any:
 
 
 def first_fit(sizes: Sequence[int], room: int) -> list[list[int]]:
-    """Pack items into windows of size `room` without cutting any: the numbers of the items in each window."""
+    """Pack items into windows of size `room` without cutting any; returns the indices of the items in each window."""
     windows: list[list[int]] = []
     opened: list[tuple[list[int], int]] = []
     for number, size in enumerate(sizes):
@@ -112,7 +112,7 @@ class Packed:
     num_documents: int
     num_tokens: int
     stream: DocumentStream
-    """What both are taken from."""
+    """The stream that both are taken from."""
 
 
 def pack(
@@ -164,7 +164,7 @@ def pack_stream(
 def _split(stream: DocumentStream, seq_len: int, fraction: float) -> tuple[Stretches, Stretches]:
     """The training part and the held-out part.
 
-    Holds out whole documents. If those can't approximate the fraction (one document, or a few large ones), the last
+    Holds out complete documents. If those can't approximate the fraction (one document, or a few large ones), the last
     windows of the stream are held out instead.
     """
     num_windows = (stream.num_tokens - 1) // seq_len

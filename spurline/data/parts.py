@@ -1,7 +1,7 @@
-"""A part of a source: what one of several machines reads of it. Torch-free.
+"""A part of a source, as read by one of several machines. Torch-free.
 
-Positions are bytes of the files in their order, or rows of a data set. Each of n machines has the pieces of one n-th of
-them, so that its work follows from names and sizes alone, and all parts, one after the other, are the source.
+Positions are bytes of the files in their order, or rows of a dataset. Each of n machines reads the pieces in one n-th
+of the positions, so its work depends only on names and sizes, and the parts concatenate to the source.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from spurline.data.sources import combined_hash, find_files, root_of, stable_has
 @dataclass(frozen=True)
 class Part:
     number: int
-    """From 1."""
+    """Counted from 1."""
     total: int
 
     @staticmethod
     def parse(text: str) -> Part:
-        """From 3/16; a ValueError if it is none."""
+        """Parse a text such as 3/16; raises a ValueError if it is invalid."""
         found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
         if not found:
             raise ValueError(f"--part must be a part and the number of parts, such as 3/16, got {text!r}")
@@ -43,13 +43,13 @@ class Part:
         return position * self.total >= (self.number - 1) * size and not self.is_before(position, size)
 
     def is_before(self, position: int, size: int) -> bool:
-        """Whether a position is one of a later part."""
+        """Whether a position belongs to a later part."""
         return position * self.total >= self.number * size
 
 
 @dataclass(frozen=True)
 class _Unit:
-    """What is read from its beginning on: a file, or the rows of a data set."""
+    """A unit that is read from its beginning: a file, or the rows of a dataset."""
 
     name: str
     start: int
@@ -58,7 +58,7 @@ class _Unit:
 
 
 def read_part(data: Data, part: Part, advance: Advance = lambda amount: None) -> Iterator[Document]:
-    """The documents of one path that belong to a part, in the order of the whole; see `read_documents`."""
+    """The documents of one path that belong to a part, in the order of `read_documents`."""
     units = _units(data)
     size = units[-1].start + units[-1].size
     for unit in units:
@@ -77,11 +77,11 @@ def read_part(data: Data, part: Part, advance: Advance = lambda amount: None) ->
             if part.has(position, size):
                 yield document
             elif part.is_before(position, size):
-                break  # what follows is for later parts
+                break  # the rest belongs to later parts
 
 
 def listing(data: Data) -> str:
-    """A hash of the names and sizes that decide which part has what."""
+    """A hash of the names and sizes that determine the contents of each part."""
     return combined_hash([f"{unit.name}\0{unit.size}" for unit in _units(data)])
 
 

@@ -1,4 +1,4 @@
-"""Convert images to the patches that a vision encoder takes. Torch-free.
+"""Convert images to the patches that a vision encoder reads. Torch-free.
 
 An image is H x W pixels of 3 colors. A patch is 16 x 16 pixels x 2 frames, as for video; a still image repeats its
 frame. Patches are ordered in blocks of 2 x 2, row by row, since the encoder merges each block into one feature.

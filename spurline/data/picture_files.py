@@ -51,7 +51,7 @@ def read_picture(path: str, size: tuple[int, int]) -> Pixels:
 
 @contextmanager
 def _readable(path: str, prefix: str = "") -> Iterator[None]:
-    """Turn the many errors of Pillow about truncated or malformed images into a ValueError of one line."""
+    """Turn Pillow's many errors for truncated or malformed images into a one-line ValueError."""
     try:
         yield
     except (OSError, SyntaxError, EOFError, IndexError, KeyError, TypeError, OverflowError, struct.error) as error:

@@ -63,7 +63,7 @@ class PictureWindows:
             # The boundary after the last sample is a label too, as the end of its text.
             label_BL[row, :stop] = window_BL[row, 1 : stop + 1]
         label_BL[np.isin(label_BL, self.tokenizer.picture_ids)] = IGNORE_INDEX
-        # A step of nothing but such windows would have no token to average its loss over.
+        # A step consisting only of windows without labels would have no token to average its loss over.
         if len(without := np.flatnonzero((label_BL == IGNORE_INDEX).all(axis=1))):
             names = ", ".join(self.samples[sample_id].name for sample_id in self._windows[window_ids[without[0]]])
             raise ValueError(f"data.path: there is no token to learn from in {names}: give it a text")

@@ -1,4 +1,4 @@
-"""Values of coming steps, made ahead of time by a background thread."""
+"""Prefetch the values of upcoming steps in a background thread."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 DEPTH = 2
-"""Steps whose values are made ahead: one while its step's predecessor computes, and one for a step that was slow."""
+"""Steps to prefetch: one while the previous step computes, and one to absorb a slow value."""
 
 
 class Prefetcher(Generic[T]):
-    """make(step) for each of `steps`, in order, at most DEPTH of them ahead of `get`.
+    """Calls make(step) for each of `steps`, in order, at most DEPTH ahead of `get`.
 
-    One thread makes all of them, so `make` need not be safe for several. What it raises, `get` raises for that step.
-    Leaving the context waits for the value that is being made, and drops the rest.
+    A single thread makes all calls, so `make` need not be thread-safe. If it raises, `get` raises the same for that
+    step. Leaving the context waits for the call in progress and drops the rest.
     """
 
     def __init__(self, make: Callable[[int], T], steps: range, set_up: Callable[[], None] | None = None) -> None:
@@ -36,7 +36,7 @@ class Prefetcher(Generic[T]):
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def get(self, step: int) -> T:
-        """The value of a step, waiting until it is made; each step once, in order."""
+        """The value of a step, waiting until it is ready; call it once per step, in order."""
         expected, value = self._pending.popleft() if self._pending else (None, None)
         assert step == expected, f"asked for step {step}, but the next is {expected}"
         assert value is not None

@@ -1,4 +1,4 @@
-"""Tokenize text into a prepared folder, on several processes and atomically. Torch-free."""
+"""Tokenize text into a prepared folder, atomically and with several processes. Torch-free."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def prepare(
         raise ValueError(problem)
     shares = [str(weight) for weight in weights] or [""] * len(sources)
     try:
-        # Its name is hidden, so that it is no part of a source in which `out` may lie.
+        # The temporary folder has a hidden name, so that it is not read if `out` lies inside a source.
         with new_folder(out) as folder:
             stored = [
                 _write_source(str(folder), number, data, share, tokenizer, num_workers, partial(advance, data))
@@ -65,7 +65,7 @@ def folder_problem(out: str) -> str:
 
 
 def write_index(folder: str, tokenizer: Tokenizer, sources: list[PreparedSource]) -> Index:
-    """Write the tokenizer and the index of all files, which make the folder a prepared one."""
+    """Write the tokenizer and the index of all files, which complete a prepared folder."""
     index = Index(
         version=VERSION,
         dtype=token_dtype(tokenizer.vocab_size).name,
@@ -80,7 +80,7 @@ def write_index(folder: str, tokenizer: Tokenizer, sources: list[PreparedSource]
 
 
 def store_tokenizer(folder: str, tokenizer: Tokenizer) -> StoredFile | None:
-    """Write the tokenizer, if it is one of a file."""
+    """Write the tokenizer, unless it is the byte tokenizer."""
     if not isinstance(tokenizer, FileTokenizer):
         return None
     with closing(HashedFile(folder, TOKENIZER_FILE)) as file:
@@ -115,7 +115,7 @@ def _write_source(
 
 
 def batches_of(documents: Iterator[Document]) -> Iterator[list[Document]]:
-    """Group documents into batches for the workers, at boundaries that depend on document sizes only."""
+    """Group documents into batches for the workers, at boundaries that depend only on document sizes."""
     batch: list[Document] = []
     num_characters = 0
     for document in documents:

@@ -1,11 +1,11 @@
 """Tokenize a part of the sources on each of several machines, and join the parts. Torch-free.
 
 OUT.parts/000003-of-000016/
-    part.json               this part: which one, of what, with which options and checksums
+    part.json               this part: its number, sources, options and checksums
     tokenizer.json          the tokenizer (absent with the byte tokenizer)
     source0.tokens          token ids of its pieces of the source, as in a prepared folder
     source0.pieces          per piece, little-endian: tokens, characters, hash of the document's name, and whether it
-                            continues the piece before; from these the join finds the shards of one machine
+                            continues the previous piece; the join derives from these the shards of a single machine
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Pieces = npt.NDArray[np.void]
 class PartOfSource:
     path: str
     listing: str
-    """Of all that the source has, when this part was read."""
+    """Hash of the names and sizes in the full source, when this part was read."""
     pieces: StoredFile
     tokens: StoredFile
 
@@ -153,7 +153,7 @@ def _tokenize(documents: list[Document], tokenizer: Tokenizer) -> tuple[bytes, b
 
 
 def join_parts(out: str, advance: Callable[[int], None] = lambda num_bytes: None) -> Index:
-    """Join all parts of a preparation into the folder `out`, with the bytes that one machine would have written."""
+    """Join all parts into the folder `out`, byte for byte as a single machine would have written it."""
     out = os.path.abspath(os.path.expanduser(out))
     if problem := whole.folder_problem(out):
         raise ValueError(problem)
@@ -162,7 +162,7 @@ def join_parts(out: str, advance: Callable[[int], None] = lambda num_bytes: None
     for folder, part in zip(folders, parts, strict=True):
         _check_alike(folder, parts[0], part)
         for stored in part.files:
-            # A part may have nothing of a source: an empty file is damage only where there were bytes.
+            # A part may have nothing of a source: an empty file is damaged only if bytes were recorded for it.
             is_empty = not stored.num_bytes and not os.path.getsize(os.path.join(folder, stored.name))
             if not is_empty and (problem := content_problem(folder, stored, advance)):
                 raise ValueError(f"{problem}: prepare this part again")
@@ -183,7 +183,7 @@ def _tokenizer_of(folder: str, part: PreparedPart) -> Tokenizer:
 
 
 def find_parts(out: str) -> list[str]:
-    """The folders of all parts, in their order; a ValueError if one is missing or too many are there."""
+    """The folders of all parts, in order; raises a ValueError if parts are missing or there are too many."""
     parent = out + SUFFIX
     try:
         names = sorted(name for name in os.listdir(parent) if not name.startswith("."))
@@ -220,7 +220,7 @@ def load_part(folder: str) -> PreparedPart:
 
 
 def _check_alike(folder: str, first: PreparedPart, other: PreparedPart) -> None:
-    """Raise a ValueError if a part was made with other options, or of other data, than the first one."""
+    """Raise a ValueError if a part was made with other options or from other data than the first one."""
     if Part(other.part, other.parts).folder != os.path.basename(folder):
         raise ValueError(f"{folder!r} is part {other.part} of {other.parts}: it was renamed")
     named = {
@@ -263,7 +263,7 @@ def _join_source(
 
 
 def shard_sizes(pieces_P: Pieces) -> Iterator[int]:
-    """The tokens of each shard, as one machine would have cut them: at the end of a batch of the workers."""
+    """The number of tokens in each shard, as a single machine would have cut them: at the end of a worker's batch."""
     in_shard = in_batch = characters = 0
     for tokens, more in zip(pieces_P["tokens"].tolist(), pieces_P["characters"].tolist(), strict=True):
         in_batch += tokens
@@ -278,7 +278,7 @@ def shard_sizes(pieces_P: Pieces) -> Iterator[int]:
 
 
 def documents_of(pieces_P: Pieces) -> npt.NDArray[np.void]:
-    """The table of documents of a source, from that of its pieces."""
+    """The document table of a source, from its table of pieces."""
     start_P = np.concatenate([[0], np.cumsum(pieces_P["tokens"])[:-1]])
     is_first_P = pieces_P["is_rest"] == 0
     table_D = np.empty(int(is_first_P.sum()), DOCUMENT)
@@ -287,14 +287,14 @@ def documents_of(pieces_P: Pieces) -> npt.NDArray[np.void]:
 
 
 class _Concatenated:
-    """Files read one after the other."""
+    """Files read as one concatenated stream."""
 
     def __init__(self, paths: list[str]) -> None:
         self._paths = iter(paths)
         self._file: BinaryIO | None = None
 
     def read(self, num_bytes: int) -> Iterator[bytes]:
-        """The next so many bytes, in chunks."""
+        """The next `num_bytes` bytes, in chunks."""
         while num_bytes:
             if self._file is None:
                 self._file = open(next(self._paths), "rb")  # noqa: SIM115 (closed below)

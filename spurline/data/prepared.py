@@ -14,7 +14,7 @@ from spurline.data.tokenizer import ByteTokenizer, Tokenizer, Tokens
 def open_source(folder: str, index: Index, source: PreparedSource) -> DocumentStream:
     """The memory-mapped tokens of one source of a prepared folder."""
     dtype = np.dtype(index.dtype).newbyteorder("<")
-    # This file is read as a whole, so its checksum costs little; that of the tokens is for `spurline data verify`.
+    # This file is read completely, so verifying its checksum costs little; `spurline data verify` checks the tokens.
     if problem := content_problem(folder, source.documents):
         raise ValueError(f"data.path: {problem}: prepare the data again")
     records_D = np.fromfile(os.path.join(folder, source.documents.name), DOCUMENT)
@@ -31,7 +31,7 @@ def open_source(folder: str, index: Index, source: PreparedSource) -> DocumentSt
 
 
 class _KnownTokens:
-    """The memory-mapped tokens of a shard; what is read of them is checked to be in the vocabulary."""
+    """The memory-mapped tokens of a shard; tokens are checked to be in the vocabulary when read."""
 
     def __init__(self, path: str, dtype: np.dtype[np.unsignedinteger], vocab_size: int) -> None:
         self._path, self._vocab_size = path, vocab_size

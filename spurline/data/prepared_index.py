@@ -68,7 +68,7 @@ class Index:
 
 
 def stored_file_problem(stored: StoredFile) -> str:
-    """What is wrong with an entry that a stranger may have written, else an empty string."""
+    """What is wrong with an entry of an untrusted index, else an empty string."""
     if not is_plain_name(stored.name):
         return f"{stored.name[:100]!r} is not the name of a file in the same folder"
     if stored.num_bytes < 0 or not re.fullmatch(r"[0-9a-f]{64}", stored.sha256):
@@ -109,7 +109,7 @@ def load_index(folder: str, check_sizes: bool = True) -> Index:
 
 
 def _check(index: Index) -> None:
-    """Raise a ValueError for entries of the right types whose values would lead astray."""
+    """Raise a ValueError for entries of the right types whose values are invalid."""
     if index.dtype not in ITEMSIZES:
         raise ValueError(f"invalid token dtype {index.dtype[:20]!r}")
     if not 0 < index.vocab_size <= 256 ** ITEMSIZES[index.dtype]:

@@ -1,4 +1,4 @@
-"""Generated images of one or two colored shapes, with captions; each is determined by its number. Torch-free."""
+"""Generated images of one or two colored shapes, with captions; each is determined by its index. Torch-free."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ from spurline.data.hf_datasets import dataset_problems, is_dataset, num_rows, re
 from spurline.data.prepared_index import is_prepared, load_index
 from spurline.data.shipped import shipped_tokenizers, tokenizer_path
 
-# Folders that are not library code, and files that differ between builds of the same Python version. Among encodings
-# are a hundred tables that hardly differ: one that is held out would be known from those that are not.
+# Folders that are not library code, and files that differ between builds of the same Python version. encodings has a
+# hundred nearly identical tables: a held-out table would be known from the others.
 _NOT_STDLIB = (
     *("site-packages", "dist-packages", "__pycache__", "_bundled", "test", "tests", "idlelib", "lib2to3"),
     *("encodings", "pydoc_data"),
@@ -47,7 +47,7 @@ def each_path(data: Data) -> list[Data]:
 def read_documents(data: Data, advance: Advance = lambda amount: None) -> Iterator[Document]:
     """All non-empty documents of one path. Files are ordered by a hash of their name, which mixes topics.
 
-    Large files come in pieces. `advance` gets the part of `source_size` read since the last call.
+    Large files come in pieces. `advance` gets the amount of `source_size` read since the last call.
     """
     has_text = False
     for document in _read(data, advance):

@@ -22,7 +22,7 @@ DOCUMENT = np.dtype([("start", "<i8"), ("hash", "<u8")])
 
 
 class Part(Protocol):
-    """Tokens that can be sliced: an array, or one that checks what is read."""
+    """Tokens that can be sliced: an array, or a wrapper that checks what is read."""
 
     @property
     def dtype(self) -> Any: ...
@@ -50,7 +50,7 @@ class DocumentStream:
         return sum(map(len, self.parts))
 
     def fingerprint(self) -> str:
-        """A hash of all documents: the same for a text and for the text prepared, if that is in one part."""
+        """A hash of all documents, equal for raw and prepared text if the latter has a single part."""
         checksums = self.checksums or [_sha256(document_table(self)), *(_sha256(part[:]) for part in self.parts)]
         return combined_hash(checksums)
 
@@ -60,7 +60,7 @@ class DocumentStream:
 
 
 def document_table(stream: DocumentStream, num_tokens_before: int = 0) -> npt.NDArray[np.void]:
-    """The records (D,) of the documents as they are stored, if this stream begins at `num_tokens_before` of another."""
+    """The documents' records (D,) as stored, for a stream that begins at position `num_tokens_before` of another."""
     table_D = np.empty(len(stream.start_D), DOCUMENT)
     table_D["start"] = stream.start_D + num_tokens_before
     table_D["hash"] = stream.hash_D

@@ -1,4 +1,4 @@
-"""Text datasets: one path or a mixture of several, prepared or raw, as windows in an infinite order. Torch-free."""
+"""Text datasets: one path or a mixture of several, prepared or raw, as an infinite order of windows. Torch-free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many bytes of text each id of a tokenizer stands for: what makes losses of different tokenizers comparable.
+"""Bytes of text per token id of a tokenizer, which make losses of different tokenizers comparable.
 
 V ids in a vocabulary. Torch-free.
 """
@@ -20,11 +20,11 @@ _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 def count_bytes(tokenizer: tokenizers.Tokenizer, vocab_size: int) -> Counts:
-    """The UTF-8 bytes (V,) that each id adds to a text, by decoding it; 0 for special tokens and for ids of no token.
+    """The UTF-8 bytes (V,) that each id adds to a text, by decoding it; 0 for special tokens and unused ids.
 
-    An id is decoded behind other text: at the beginning of one, many tokenizers drop the space of a token. A part of a
-    character decodes to a replacement character, so its bytes are counted in the token's own spelling: a letter a byte
-    (byte-level BPE), or <0x0A> (SentencePiece).
+    An id is decoded after other text, because at the start of a text many tokenizers drop a token's leading space. A
+    partial character decodes to a replacement character, so its bytes are counted in the token's own spelling: one
+    letter per byte (byte-level BPE), or <0x0A> (SentencePiece).
     """
     from tokenizers import pre_tokenizers
 

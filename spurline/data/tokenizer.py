@@ -36,7 +36,7 @@ class Tokenizer(Protocol):
 
     @property
     def token_bytes(self) -> npt.NDArray[np.int64]:
-        """Bytes of UTF-8 text that each id stands for (V,): 0 for special tokens."""
+        """UTF-8 bytes of text per id (V,): 0 for special tokens."""
         ...
 
     def encode(self, text: str) -> Tokens:
@@ -144,7 +144,7 @@ def tokenizer_for(data: Data) -> Tokenizer:
 
 
 def load_tokenizer(path: str) -> Tokenizer:
-    """Load a tokenizer.json file, a folder that has one, or a shipped one; an empty path gives the byte tokenizer."""
+    """Load a tokenizer.json file, a folder with one, or a shipped tokenizer; an empty path gives the byte tokenizer."""
     if not path:
         return ByteTokenizer()
     from spurline.data.tokenizer_file import FileTokenizer

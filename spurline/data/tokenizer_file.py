@@ -51,7 +51,7 @@ class FileTokenizer:
 
     @classmethod
     def load(cls, path: str, boundary_token: str = "") -> FileTokenizer:
-        """Load a tokenizer.json file, or a folder that has one (default boundary: as recorded in the folder)."""
+        """Load a tokenizer.json file, or a folder with one (default boundary: as recorded in the folder)."""
         file = Path(os.path.expanduser(path))
         if file.is_dir():
             file /= "tokenizer.json"
@@ -89,7 +89,7 @@ class FileTokenizer:
         return np.array(encoding.ids, dtype=self._dtype)
 
     def encode_rendered(self, text: str) -> tokenizers.Encoding:
-        """The encoding of a text in which special tokens stand for themselves, as a chat template writes them."""
+        """Encode a text in which special tokens are written by name, as chat templates do."""
         if self._for_chat is None:
             self._for_chat = _parse(self.content, "the tokenizer")
             self._for_chat.no_truncation()
@@ -97,7 +97,7 @@ class FileTokenizer:
         return self._for_chat.encode(text, add_special_tokens=False)
 
     def is_special(self, token_id: int) -> bool:
-        """Whether an id is a token of its own and not a part of texts, such as <|im_end|>."""
+        """Whether an id is an added token rather than ordinary text, such as <|im_end|>."""
         return token_id in self._tokenizer.get_added_tokens_decoder()
 
     def decode(self, ids: npt.ArrayLike) -> str:
@@ -126,7 +126,7 @@ def _parse(content: str, where: str) -> tokenizers.Tokenizer:
         return package.Tokenizer.from_str(content)
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # a panic of the Rust code is no Exception
+    except BaseException as error:  # a panic in the Rust code is not an Exception
         first_line = str(error).partition("\n")[0]
         raise ValueError(f"{where}: not a valid tokenizer.json: {first_line}") from None
 

@@ -38,7 +38,7 @@ def train_bpe(documents: Iterable[Document], vocab_size: int, show_progress: boo
 
 
 def without_held_out(documents: Iterable[Document], fraction: float) -> list[Document]:
-    """The documents that a run with this validation_fraction trains on, as it chooses them with a token a byte."""
+    """The documents that a run with this validation_fraction trains on, as chosen with the byte tokenizer."""
     found = list(documents)
     stream = stream_of(found, ByteTokenizer())
     is_held_D = choose_documents(stream.hash_D, stream.sizes(), fraction)
@@ -47,7 +47,7 @@ def without_held_out(documents: Iterable[Document], fraction: float) -> list[Doc
 
 
 def save_tokenizer(tokenizer: FileTokenizer, path: str) -> None:
-    """Write the tokenizer as a JSON file, complete or not at all; a ValueError says why it can't be written."""
+    """Write the tokenizer as a JSON file, atomically; raises a ValueError if it can't be written."""
     try:
         write_file(path, tokenizer.content)
     except OSError as error:

@@ -1,7 +1,7 @@
 """Check that the tensors in the files are exactly those that the model needs.
 
-Tensors are matched by name, and their shapes checked. A transposed square matrix would pass: comparing logits with
-`transformers` (`verify.py`) finds that too.
+Tensors are matched by name, and their shapes are checked. A transposed square matrix would pass this check; comparing
+logits with `transformers` (`verify.py`) detects it.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def account(
 ) -> tuple[list[Slot], list[str]]:
     """How our tensors map to the stored ones, and a message for each kind of stored tensor that is not needed.
 
-    Raises a ConfigError with all tensors that are missing, unexpected, or have the wrong shape or dtype, and with those
-    that are stored twice and differ, unless compare_copies is False (because another rank compares them).
+    Raises a ConfigError with all tensors that are missing, unexpected, or have the wrong shape or dtype, and with
+    duplicates that differ, unless compare_copies is False (because another rank compares them).
     """
     shapes = model_shapes(model)
     slots = architecture.slots(shapes, stored)

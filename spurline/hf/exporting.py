@@ -27,7 +27,7 @@ from spurline.train.checkpoint.layout import TensorLayout
 from spurline.train.checkpoint.manager import CheckpointManager
 from spurline.train.checkpoint.reader import StoredCheckpoint
 
-# Keys that don't affect the logits and so are not in our model config, kept from the config.json of the import.
+# Keys that don't affect the logits, so they are not in our model config; kept from the imported config.json.
 _KEPT_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "initializer_range")
 
 
@@ -43,8 +43,8 @@ def export_run(
 ) -> list[str]:
     """Export a checkpoint (default: the newest) as the Hugging Face folder `out`; returns messages for the user.
 
-    Weights are written in `dtype` (None: unchanged), and with `fp8_block` projections in FP8, with a scale for each
-    block of so many rows and columns. Raises a ValueError, and writes nothing, if no class of `transformers` can
+    Weights are written in `dtype` (None: unchanged); with `fp8_block`, projections are written in FP8, with one scale
+    per block of that many rows and columns. Raises a ValueError, and writes nothing, if no class of `transformers` can
     represent the model.
     """
     family, _, run_config = config_io.load(run / "config.json")
@@ -95,7 +95,7 @@ class Source:
 
     def __init__(self, checkpoint: StoredCheckpoint, slots: list[Slot], dtype: torch.dtype | None) -> None:
         self._checkpoint = checkpoint
-        # Which pieces of which slots each tensor of theirs is made of.
+        # The slots and piece numbers that make up each of their tensors.
         self._targets: dict[str, list[tuple[Slot, int]]] = {}
         for slot in slots:
             for number, piece in enumerate(slot.pieces):
@@ -118,7 +118,7 @@ class Source:
             yield Entry(name, self._dtype_of[slot.name], slot.pieces[number].shape)
 
     def values(self) -> Iterator[Tensor]:
-        """One after the other, in the order of the entries; a tensor of ours is kept while theirs are made of it."""
+        """Yield the tensors in the order of the entries; each of ours is kept only while theirs are built from it."""
         ours: dict[str, Tensor] = {}
         for sources in self._targets.values():
             ours = {slot.name: ours[slot.name] for slot, _ in sources if slot.name in ours}

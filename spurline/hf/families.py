@@ -85,7 +85,7 @@ def run_config_like_a_preset(
 ) -> tuple[str, str, RunConfig[Any]]:
     """(family, preset, config) to train `model` with the settings of the preset closest in size.
 
-    Presets with a tokenizer of their own are no example: it is not the model's.
+    Presets with a tokenizer of their own are left out, since it is not the model's.
     """
     candidates = [
         (family, name, preset())

@@ -74,7 +74,7 @@ def _refuse_others(folder: Path, known: set[str]) -> None:
 
 
 def at_most(problems: list[str], count: int = 10) -> list[str]:
-    """The first `count` problems, and the number of further ones."""
+    """The first `count` problems, and the number of remaining ones."""
     more = len(problems) - count
     return problems if more <= 1 else [*problems[:count], f"and {more} more"]
 
@@ -89,7 +89,7 @@ def copy_tokenizer(source: Path, target: Path) -> list[str]:
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A temporary folder that becomes `out` at the end of the block; after an error, a ValueError, nothing is left."""
+    """A temporary folder that becomes `out` at the end; errors leave nothing behind, OSErrors become ValueErrors."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists and is not an empty folder: choose another name or remove it")
     try:

@@ -50,7 +50,7 @@ def import_folder(
         shutil.copyfile(source / "config.json", tokenizer / "config.json")
         if "tokenizer.json" in copied:
             run_config = replace(run_config, data=replace(run_config.data, tokenizer=f"{out / TOKENIZER_FOLDER}"))
-        # So that a run from this config, which has a folder of its own, begins with these weights.
+        # So that a run started from this config, in its own folder, begins with these weights.
         run_config = replace(run_config, checkpoint=replace(run_config.checkpoint, initial_load_path=f"{out}"))
         config_io.save(folder / "config.json", family, preset, run_config)
         write_checkpoint(folder, slots, stored, dtype)

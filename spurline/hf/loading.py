@@ -1,7 +1,7 @@
-"""Read a Hugging Face folder straight into a model that is spread over ranks: each rank reads what it holds.
+"""Load a Hugging Face folder directly into a distributed model: each rank reads only its shards.
 
-Whatever the layout, a rank holds a box of each tensor: a range along every dim. The box is read in chunks of some
-megabytes, from the pieces that the tensor is made of, so that nothing else is ever in memory.
+In every layout, a rank's shard of a tensor is a box: a range along every dim. The box is read in chunks of a few
+megabytes, from the stored pieces of the tensor, to keep memory use low.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ Box = tuple[range, ...]
 
 
 class FolderWeights:
-    """The weights in a Hugging Face folder, for a model of the same config in any layout."""
+    """The weights of a Hugging Face folder, for a model with the same config in any layout."""
 
     def __init__(self, folder: Path, model: Any, compare_copies: bool = True) -> None:
         """Reads config.json and the headers of all files; raises a ConfigError with everything that does not fit.
 
-        `compare_copies`: also read the tensors that are stored twice, which must be equal.
+        `compare_copies`: also read tensors that are stored twice and check that they are equal.
         """
         their_config, self.architecture, their_model = read_folder_model(folder)
         if differences := model_differences(their_model, model):
@@ -58,7 +58,7 @@ class FolderWeights:
 
     @torch.no_grad()
     def load(self, model: nn.Module) -> None:
-        """Fill this rank's part of every parameter and persistent buffer."""
+        """Fill this rank's shard of every parameter and persistent buffer."""
         tensors = model.state_dict(keep_vars=True)
         if unknown := sorted(tensors.keys() - self._slots.keys()):
             raise ValueError(f"the model has {unknown[0]}, and a Hugging Face folder can't have it")
@@ -66,12 +66,12 @@ class FolderWeights:
             part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             if part.numel():
                 fill_box(part, self._slots[name], own_box(tensor), self._stored)
-            # A DTensor does not see that its part was written to, and caches go by its version.
+            # A DTensor does not notice in-place writes to its local tensor, and caches depend on its version.
             torch.autograd.graph.increment_version(tensor)
 
 
 def own_box(tensor: Tensor) -> Box:
-    """The range along each dim of the whole tensor of what this rank holds."""
+    """The range of this rank's shard along each dim of the full tensor."""
     return tuple(range(int(index[0]), int(index[-1]) + 1) for index in own_indices(tensor))
 
 
@@ -89,14 +89,14 @@ def fill_box(part: Tensor, slot: Slot, box: Box, stored: Mapping[str, AnyStored]
         target = part[inside.start - box[0].start : inside.stop - box[0].start]
         rows = range(inside.start - number * size, inside.stop - number * size)
         piece = slot.pieces[number]
-        if size == 1 and len(shape) > 1:  # a matrix of its own, such as an expert's
+        if size == 1 and len(shape) > 1:  # the piece is a separate matrix, such as one expert's
             _fill(target[0], piece, shape[1:], box[1:], stored[piece.name])
         else:
             _fill(target, piece, (size, *shape[1:]), (rows, *box[1:]), stored[piece.name])
 
 
 def _fill(target: Tensor, piece: Piece, shape: tuple[int, ...], box: Box, stored: AnyStored) -> None:
-    """Fill the target with a box of one piece, which has this shape in our tensor."""
+    """Fill the target with a box of one piece; `shape` is the piece's shape in our tensor."""
     if piece.columns is not None:
         _fill_columns(target, piece, box, stored)
     elif len(shape) == 1:
@@ -112,7 +112,7 @@ def _fill(target: Tensor, piece: Piece, shape: tuple[int, ...], box: Box, stored
 
 
 def _fill_columns(target: Tensor, piece: Piece, box: Box, stored: AnyStored) -> None:
-    """The same for some columns of a stored matrix, which may be our rows."""
+    """The same for a piece that is some columns of a stored matrix, which may be our rows."""
     assert piece.columns is not None
     _, num_columns = piece.columns.shape
     our_columns, rows = box if piece.columns.transposed else (box[1], box[0])
@@ -125,7 +125,7 @@ def _fill_columns(target: Tensor, piece: Piece, box: Box, stored: AnyStored) -> 
 
 
 def _chunks(rows: range, num_columns: int) -> Iterator[tuple[range, slice]]:
-    """Ranges of rows of at most CHUNK_ELEMENTS elements, and where they lie among all rows."""
+    """Ranges of rows with at most CHUNK_ELEMENTS elements, and their slices relative to the first row."""
     height = max(1, CHUNK_ELEMENTS // max(1, num_columns))
     for first in range(rows.start, rows.stop, height):
         stop = min(first + height, rows.stop)

@@ -1,4 +1,4 @@
-"""Fold the adapters of a run into the weights of its base model: a run folder of its own, one tensor at a time."""
+"""Merge the adapters of a run into the weights of its base model, as a new run folder, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from spurline.train.checkpoint.reader import StoredCheckpoint
 
 @dataclass(frozen=True)
 class AdaptedRun:
-    """A run with adapters: its config, its checkpoint, and that of its base model."""
+    """A run with adapters: its config, its checkpoint and its base model's checkpoint."""
 
     family: str
     preset: str
@@ -39,7 +39,7 @@ class AdaptedRun:
         return self.config.lora.alpha / self.config.lora.rank
 
     def adapted_names(self) -> list[str]:
-        """The weights that have adapters, by the names of parameters."""
+        """Parameter names of the weights that have adapters."""
         names = [name.removeprefix("model.") for name in self.adapters.layout.tensors if name.startswith("model.")]
         return [name.removesuffix(A) for name in names if name.endswith(A)]
 
@@ -49,7 +49,7 @@ class AdaptedRun:
         return a, b
 
     def weight(self, name: str) -> Tensor:
-        """A tensor of the base model, with its adapter if it has one; in the dtype of the base."""
+        """A tensor of the base model, merged with its adapter if it has one, in the base model's dtype."""
         tensor = self.base.read_tensor(f"model.{name}")
         if f"model.{name}{A}" not in self.adapters.layout.tensors:
             return tensor
@@ -57,7 +57,7 @@ class AdaptedRun:
 
 
 def open_adapted_run(run: Path, step: int | None = None, sign_key: bytes | None = None) -> AdaptedRun:
-    """A ValueError if the run has no adapters, or if its base model is not there or has other weights by now."""
+    """Open a run; raises a ValueError if it has no adapters, or if its base model is missing or its weights changed."""
     family, preset, config = config_io.load(run / "config.json")
     if not config.lora.rank:
         raise ValueError(f"{run} has no adapters (lora.rank is 0): its checkpoints have all weights")
@@ -79,7 +79,7 @@ def open_adapted_run(run: Path, step: int | None = None, sign_key: bytes | None 
 def merge_run(
     run: Path, out: Path, step: int | None = None, dtype: torch.dtype | None = None, sign_key: bytes | None = None
 ) -> list[str]:
-    """Write the run folder `out` with base and adapters as one, its checkpoint of step 0; returns messages."""
+    """Write the run folder `out` with the merged weights as its checkpoint of step 0; returns messages for the user."""
     adapted = open_adapted_run(run, step, sign_key)
     names = [name.removeprefix("model.") for name in adapted.base.layout.tensors if name.startswith("model.")]
     stored = adapted.base.layout.tensors

@@ -1,9 +1,9 @@
-"""Export the adapters of a run in the format of peft: adapter_config.json and adapter_model.safetensors.
+"""Export the adapters of a run in peft's format: adapter_config.json and adapter_model.safetensors.
 
-A matrix of its own is a module to peft, and so are its A (r, I) and B (O, r). Experts are stacked parameters to
-`transformers`, gate and up fused into one, and peft adapts parameters (`target_parameters`): A of all experts is one
-(E * r, I) matrix, B one (O, r * E) matrix in which the expert varies fastest. Several of ours in a fused parameter have
-their A's one below the other and their B's on the diagonal, so that its rank is a multiple (`rank_pattern`).
+To peft, a separate matrix is a module, and so are its A (r, I) and B (O, r). In `transformers`, experts are stacked
+parameters, with gate and up fused, and peft adapts them as parameters (`target_parameters`): A of all experts is one
+(E * r, I) matrix, B one (O, r * E) matrix in which the expert varies fastest. If several of our weights are in one
+fused parameter, their A's are concatenated and their B's block-diagonal, which multiplies its rank (`rank_pattern`).
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from spurline.models.common.hf import Slot
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _EXPERT_MODULES = {"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
-"""Modules that peft takes for those of experts in every model with experts, dense layers too: named as parameters."""
+"""Modules that peft treats as experts in every MoE model, even in dense layers; they are targeted as parameters."""
 
 
 @dataclass
 class Adapters:
-    """What goes into the two files."""
+    """The contents of the two files."""
 
     modules: list[str] = field(default_factory=list)
     parameters: list[str] = field(default_factory=list)
     ranks: dict[str, int] = field(default_factory=dict)
-    """The ranks of parameters that have another than the rest."""
+    """Ranks of the parameters whose rank differs from the default."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -47,8 +47,8 @@ def export_adapters(
 ) -> list[str]:
     """Write the folder `out` for `peft.PeftModel.from_pretrained`; returns messages for the user.
 
-    `base_model` is what the config names as the model to load. A ValueError, and nothing is written, if an adapter has
-    no place in the model of `transformers`.
+    `base_model` is the model to load that the config names. Raises a ValueError, and writes nothing, if an adapter has
+    no counterpart in the `transformers` model.
     """
     adapted = open_adapted_run(run, step, sign_key)
     names = adapted.adapted_names()
@@ -71,7 +71,7 @@ def export_adapters(
 
 
 def adapter_config(adapted: AdaptedRun, adapters: Adapters, base_model: str) -> dict[str, Any]:
-    """adapter_config.json; parameters whose rank is a multiple have an alpha that is one too."""
+    """The content of adapter_config.json; where a parameter's rank is a multiple, so is its alpha."""
     lora = adapted.config.lora
     alpha = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha
     return {
@@ -92,7 +92,7 @@ def adapter_config(adapted: AdaptedRun, adapters: Adapters, base_model: str) -> 
 
 
 def collect(adapted: AdaptedRun, names: list[str]) -> Adapters:
-    """The adapters of these weights under the names of peft."""
+    """The adapters of these weights, under peft's names."""
     model = adapted.config.model
     shapes = model_shapes(model)
     architecture = architecture_for(adapted.family, model)
@@ -125,7 +125,7 @@ def collect(adapted: AdaptedRun, names: list[str]) -> Adapters:
 
 
 class _FusedExperts(Mapping[str, Any]):
-    """Tensors that a model has in memory: whichever stacked parameter of experts one asks for."""
+    """A stand-in for the tensors of a model in memory: it contains every stacked expert parameter."""
 
     def __contains__(self, name: object) -> bool:
         return isinstance(name, str) and name.endswith((".experts.gate_up_proj", ".experts.down_proj"))
@@ -148,14 +148,14 @@ def _pair(module: str, a: Tensor, b: Tensor) -> dict[str, Tensor]:
 
 
 def _wrapper(parameter: str, adapted: Mapping[str, Any]) -> str:
-    """Where peft keeps the adapter of a stacked parameter: of two in a module, the first is inside the second."""
+    """The module under which peft stores the adapter of a stacked parameter: the second of two wraps the first."""
     module, _, name = parameter.rpartition(".")
     is_inside = name == "gate_up_proj" and f"{module}.down_proj" in adapted
     return f"{module}.base_layer" if is_inside else module
 
 
 def _fused(adapted: AdaptedRun, slots: list[Slot]) -> tuple[Tensor, Tensor]:
-    """A (E, n r, I) and B (E, O, n r) of a parameter in which n of ours lie."""
+    """A (E, n r, I) and B (E, O, n r) of a parameter that fuses n of our weights."""
     pairs = [adapted.adapter(slot.name) for slot in slots]
     a = torch.cat([a for a, _ in pairs], dim=1)
     num_experts, rank = pairs[0][0].shape[:2]
@@ -168,7 +168,7 @@ def _fused(adapted: AdaptedRun, slots: list[Slot]) -> tuple[Tensor, Tensor]:
 
 
 def _outputs(slot: Slot) -> slice:
-    """Which outputs of their parameter are ours: a run of rows, or some columns where it is stored transposed."""
+    """Which outputs of their parameter are ours: a range of rows, or some columns if it is stored transposed."""
     piece = slot.pieces[0]
     if piece.columns is not None:
         return piece.columns.chosen

@@ -1,7 +1,7 @@
-"""Quantized weights as the float tensors that they stand for, dequantized when they are read.
+"""Quantized weights presented as float tensors, dequantized when they are read.
 
-FP8 with a scale for each block of a matrix (DeepSeek-V3: 128 x 128), and MXFP4 (gpt-oss): 32 values of 4 bits with a
-power of two as their scale. Both are presented as bfloat16; read into float32, nothing is rounded.
+FP8 with one scale per block of a matrix (DeepSeek-V3: 128 x 128), and MXFP4 (gpt-oss): groups of 32 4-bit values with
+a power of two as their scale. Both are presented as bfloat16; reading into float32 does not round.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SCALE = "_scale_inv"
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _GROUP_SIZE = 32  # values that share a scale in MXFP4
-_BIAS = 127  # of the exponent that a scale is
+_BIAS = 127  # exponent bias of the scales, which are stored as exponents
 
 
 class AnyStored(Protocol):
@@ -40,7 +40,7 @@ class AnyStored(Protocol):
     def read_box(self, start: int, num_columns: int, rows: range, columns: range) -> Tensor:
         """Some rows and columns of the matrix of `num_columns` columns that begins at element `start`.
 
-        Little more than those is read; quantized ones are float32, not rounded.
+        Little more than those is read; quantized values are returned in float32, without rounding.
         """
 
 
@@ -52,7 +52,7 @@ def read_whole(stored: AnyStored) -> Tensor:
 
 @dataclass(frozen=True)
 class BlockScaled:
-    """An FP8 matrix with a float32 scale for each block of rows and columns; the last blocks may be smaller."""
+    """An FP8 matrix with one float32 scale per block of rows and columns; the last blocks may be smaller."""
 
     weight: Stored
     scale: Stored
@@ -87,7 +87,7 @@ def _blocks_of(indices: range, size: int) -> range:
 
 @dataclass(frozen=True)
 class MXFP4:
-    """Matrices of 4-bit values, two a byte, each stored as (rows, groups of 32 columns) and presented transposed."""
+    """Matrices of 4-bit values, two per byte, stored as (rows, groups of 32 columns) and presented transposed."""
 
     blocks: Stored
     scales: Stored
@@ -106,7 +106,7 @@ class MXFP4:
             matrix.copy_(self.read_box(number * size, num_columns, range(num_rows), range(num_columns)))
 
     def read_box(self, start: int, num_columns: int, rows: range, columns: range) -> Tensor:
-        """Stored rows are presented columns: of each, the groups of values that lie in `rows` are read."""
+        """Stored rows are presented as columns; of each, only the groups that overlap `rows` are read."""
         number, rest = divmod(start, prod(self.shape[1:]))
         assert (rest, num_columns) == (0, self.shape[2]), "boxes of whole matrices only"
         groups = _blocks_of(rows, _GROUP_SIZE)
@@ -124,7 +124,7 @@ class MXFP4:
 
 
 def dequantized(stored: Mapping[str, Stored], their_config: Mapping[str, Any], where: str) -> dict[str, AnyStored]:
-    """All tensors by name, with those that are quantized as what they stand for; their scales are no longer listed.
+    """All tensors by name, with quantized ones presented as float tensors; their scales are no longer listed.
 
     Raises a ConfigError with every quantized tensor that can't be read.
     """

@@ -1,6 +1,6 @@
-"""Weights in FP8 with a scale for each block, as DeepSeek-V3 is published, made one tensor at a time.
+"""Quantize weights to FP8 with one scale per block, as DeepSeek-V3 is published, one tensor at a time.
 
-A matrix of R rows and C columns has r x c blocks, of which the last may be smaller.
+A matrix of R rows and C columns has r x c blocks, of which the last ones may be smaller.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from spurline.hf.safetensors_file import Entry
 Block = tuple[int, int]
 BLOCK: Block = (128, 128)
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
-# Projections; but eh_proj, of prediction modules, which DeepSeek-V3 has in bfloat16.
+# Projections, except eh_proj of prediction modules, which DeepSeek-V3 stores in bfloat16.
 _PROJECTION = re.compile(r"(?!.*\.eh_proj\.).*\.\w*_proj\w*\.weight")
 
 
@@ -85,7 +85,7 @@ def _is_projection(name: str) -> bool:
 
 
 def quantize(weight_RC: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-    """(R, C) -> FP8 (R, C) and float32 scales (r, c): the largest value of each block is the largest of FP8."""
+    """(R, C) -> FP8 (R, C) and float32 scales (r, c), which map each block's largest magnitude to FP8's largest."""
     num_rows, num_columns = weight_RC.shape
     padding = (0, -num_columns % block[1], 0, -num_rows % block[0])
     padded = torch.nn.functional.pad(weight_RC.float(), padding)

@@ -1,8 +1,8 @@
 """Read and write safetensors files one tensor at a time.
 
-A file is the length of its header (8 bytes), the header (JSON: dtype, shape and byte range of each tensor), then the
-tensor data without gaps. The safetensors package needs all tensors of a file at once to write it; here at most one
-tensor is in memory.
+A file consists of the header's length (8 bytes), the header (JSON: dtype, shape and byte range of each tensor) and the
+tensor data without gaps. The safetensors package needs all tensors of a file in memory to write it; here at most one
+is.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ITEMSIZES = (
     | dict.fromkeys(("U64", "I64", "F64"), 8)
 )
 _LONGEST_HEADER = 100_000_000
-_SHORTEST_READ = 4096  # bytes: a system call for less costs more than reading what lies between
+_SHORTEST_READ = 4096  # bytes: a system call for less costs more than reading the bytes in between
 _MAX_DIMS = 32
 
 
@@ -40,7 +40,7 @@ class Stored:
 
     path: Path
     dtype: str
-    """In the format's notation: F32, BF16, ..."""
+    """In safetensors notation: F32, BF16, ..."""
     shape: tuple[int, ...]
     offset: int
     """Byte offset of its data in the file."""
@@ -122,7 +122,7 @@ def _with_valid_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _offsets(path: Path, name: str, entry: Any) -> tuple[int, int]:
-    """Begin and end of a tensor's bytes, relative to the end of the header; raises a ValueError if invalid."""
+    """Start and end of a tensor's bytes, relative to the end of the header; raises a ValueError if invalid."""
     match entry:
         case {"dtype": str(), "shape": [*shape], "data_offsets": [int(first), int(last)]} if (
             all(type(size) is int and 0 <= size < 2**62 for size in shape) and len(shape) <= _MAX_DIMS
@@ -143,7 +143,7 @@ def read_into(target: Tensor, stored: Stored, start: int = 0) -> None:
 
 
 def read_bytes(target: Tensor, stored: Stored, start: int = 0) -> None:
-    """Fill a contiguous CPU tensor of bytes with those of a stored tensor, starting at byte `start`."""
+    """Fill a contiguous CPU tensor of bytes from a stored tensor, starting at byte `start`."""
     with open(stored.path, "rb", buffering=0) as file:
         _read_at(file, stored.offset + start, target)
 
@@ -151,7 +151,7 @@ def read_bytes(target: Tensor, stored: Stored, start: int = 0) -> None:
 def read_byte_box(stored: Stored, start: int, row_bytes: int, rows: range, columns: range) -> Tensor:
     """Some rows, and some bytes of each, of a matrix of bytes that begins at byte `start` of a stored tensor.
 
-    Rows are read as a whole where they are wanted as a whole or the part is a small one; else each part by itself.
+    Full rows are read if all of their bytes are wanted or only a few; otherwise each row's part is read separately.
     """
     first = stored.offset + start + rows.start * row_bytes
     with open(stored.path, "rb", buffering=0) as file:

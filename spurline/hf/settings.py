@@ -1,4 +1,4 @@
-"""The model and the training settings for a Hugging Face folder, from its config.json alone. No torch import."""
+"""The model and training settings for a Hugging Face folder, from its config.json alone. No torch import."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from spurline.hf.families import find_architecture, read_model_config, run_confi
 from spurline.models.common.hf import Architecture
 
 CONFIG = "config.json"
-# Options that change how a model is trained or computed, and not what it computes.
+# Options that change how a model is trained or computed, but not what it computes.
 _FREE = {
     *("num_mtp_layers", "mtp_loss_weight"),
     *("moe.dim", "moe.bias_update_rate", "moe.aux_loss", "moe.aux_loss_weight", "moe.z_loss_weight"),
@@ -31,7 +31,7 @@ class FolderModel(NamedTuple):
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; a ValueError of one line if it can't be read."""
+    """Read a JSON object; raises a one-line ValueError if it can't be read."""
     try:
         content = untrusted.read_json(path)
     except OSError as error:
@@ -62,7 +62,7 @@ def run_config_for(folder: Path, out: str) -> tuple[str, str, RunConfig[Any]]:
 
 
 def model_differences(theirs: Any, ours: Any) -> list[str]:
-    """The options in which our model computes something else than that of a folder: `model.dim 32 (the folder: 64)`."""
+    """Options that make our model compute something other than the folder's: `model.dim 32 (the folder: 64)`."""
     if type(theirs) is not type(ours):
         return [f"the model is a {type(ours).__name__} (the folder: {type(theirs).__name__})"]
     return _differences(theirs, ours, "")

@@ -1,4 +1,4 @@
-"""Our tensors from pieces of theirs, and theirs from pieces of ours."""
+"""Build our tensors from pieces of theirs, and theirs from pieces of ours."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Read = Callable[[Tensor, str, int], None]
 
 
 def assemble(slot: Slot, dtype: torch.dtype, read: Read) -> Tensor:
-    """One of our tensors, piece by piece; zeros if they have no such tensor."""
+    """Assemble one of our tensors piece by piece; zeros if they have no such tensor."""
     if not slot.pieces:
         return torch.zeros(slot.shape, dtype=dtype)
     tensor = torch.empty(slot.shape, dtype=dtype)
@@ -30,7 +30,7 @@ def assemble(slot: Slot, dtype: torch.dtype, read: Read) -> Tensor:
 
 
 def place(slot: Slot, number: int, ours: Tensor, theirs: Tensor) -> None:
-    """Copy piece number `number` of our tensor to its place in theirs, both whole and contiguous."""
+    """Copy piece number `number` of our tensor to its place in theirs; both are full, contiguous tensors."""
     piece = slot.pieces[number]
     source = ours.view(-1)[number * slot.piece_size :][: slot.piece_size]
     run = theirs.view(-1)[piece.start :][: slot.stored_size(piece)]
@@ -42,7 +42,7 @@ def place(slot: Slot, number: int, ours: Tensor, theirs: Tensor) -> None:
 
 
 def _chosen(run: Tensor, piece: Piece) -> Tensor:
-    """A view of the columns of a stored matrix that are a piece of ours, in our shape."""
+    """A view of the columns of a stored matrix that form a piece of ours, in our shape."""
     assert piece.columns is not None
     chosen = run.view(piece.columns.shape)[:, piece.columns.chosen]
     return chosen.mT if piece.columns.transposed else chosen

@@ -1,10 +1,10 @@
 """Upcycle a dense model: the same family with experts that are copies of its feed-forward layers.
 
-E experts, K a token, split S ways: each of the E / S copies of a layer is cut into S experts of hidden width F / S. All
-S parts of a copy have the same row in the gate, so that a token that visits one visits all; their outputs add up to the
-layer's once the last matrix is multiplied by S, as the K weights of a token add up to 1. So without noise the model
-computes what the dense one does, whatever the gate says. A family whose models all have a gated shared expert (Qwen2)
-gets one with an output matrix of zeros: it adds nothing at first, and learns.
+E experts, K per token, split S ways: each of the E / S copies of a layer is cut into S experts of hidden width F / S.
+All S parts of a copy have the same row in the gate, so a token routed to one is routed to all. Their outputs add up to
+the layer's once the last matrix is multiplied by S, since the K weights of a token add up to 1. Without noise, the
+model thus computes the same function as the dense one, whatever the gate's weights. A family whose models all have a
+gated shared expert (Qwen2) gets one with a zero output matrix: it contributes nothing at first, and learns.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from spurline.train.checkpoint.manager import CheckpointManager
 from spurline.train.checkpoint.reader import StoredCheckpoint
 
 _EXPERTS_OF = {"agpt": "mixtral"}
-"""Families without experts, and the one that is the same with experts."""
+"""Dense families -> the equivalent family with experts."""
 TOLERANCE = 1e-5
-"""Of logits, relative to the largest: what --verify accepts for a recipe that preserves the function."""
+"""Largest difference of logits, relative to the largest logit, that --verify accepts for a recipe without noise."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How experts are made of a feed-forward layer."""
+    """How experts are built from a feed-forward layer."""
 
     experts: int = 8
     top_k: int = 2
     split: int = 1
-    """Parts into which each copy is cut along its hidden width."""
+    """Parts into which each copy is split along its hidden width (1: not split)."""
     noise: float = 0.0
-    """Standard deviation of what is added to the copies, relative to that of each matrix."""
+    """Standard deviation of the noise added to the copies, relative to each matrix's own (0: no noise)."""
     router_std: float = 0.02
     """Standard deviation of the gate's initial weights."""
     dense_layers: int = 0
-    """First layers that stay dense."""
+    """Number of layers at the start that stay dense."""
     seed: int = 0
 
     def problems(self, hidden_dim: int, num_layers: int) -> list[str]:
@@ -85,7 +85,7 @@ def upcycle(
     step: int | None = None,
     sign_key: bytes | None = None,
 ) -> list[str]:
-    """Make the run folder `out` of a dense run folder, or of a Hugging Face folder; returns messages for the user."""
+    """Upcycle a dense run folder or Hugging Face folder into the run folder `out`; returns messages for the user."""
     if (source / "config.json").is_file() and not (source / "checkpoints").is_dir():
         with tempfile.TemporaryDirectory(
             dir=out.absolute().parent if out.absolute().parent.is_dir() else None
@@ -140,7 +140,7 @@ def _upcycle_run(
 
 
 def sparse_model(family: str, dense: Any, recipe: Recipe) -> tuple[str, str, Any]:
-    """(family, preset, model config) with experts; balanced as the family's preset that is nearest in size."""
+    """(family, preset, model config) with experts; load balancing is that of the family's preset closest in size."""
     family = _EXPERTS_OF.get(family, family)
     presets = {name: preset().model for name, preset in family_configs(family).items()}
     sparse = {name: model for name, model in presets.items() if isinstance(model, SparseDecoderConfig)}
@@ -170,7 +170,7 @@ def sparse_model(family: str, dense: Any, recipe: Recipe) -> tuple[str, str, Any
 
 
 class Copies:
-    """The tensors of the model with experts, read from those of the dense one."""
+    """The tensors of the model with experts, built from the dense model's."""
 
     def __init__(self, dense: StoredCheckpoint, recipe: Recipe) -> None:
         self.dense, self.recipe = dense, recipe
@@ -201,7 +201,7 @@ class Copies:
         return stacked.contiguous()
 
     def _source(self, name: str) -> str:
-        """The dense tensor that one of the other model is made of; empty for gates and their biases."""
+        """Name of the dense tensor that a tensor with experts is built from; empty for gates and their biases."""
         if name.endswith(("gate_ED", "gate_1D")):
             return ""
         if f"model.{name}" in self.dense.layout.tensors:
@@ -242,7 +242,7 @@ def compare_with_dense(run: Path, step: int, dense: Any, out: Path, model: Any, 
 
 
 def _copy_tokenizer(run: Path, folder: Path, out: Path, config: RunConfig[Any]) -> Any:
-    """Take along the tokenizer of an imported model; returns the data section."""
+    """Copy the tokenizer of an imported model; returns the data section."""
     tokenizer = run / TOKENIZER_FOLDER
     if not tokenizer.is_dir():
         return config.data

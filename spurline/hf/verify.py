@@ -1,4 +1,4 @@
-"""Verify a conversion: compare the logits of our model with those of `transformers`."""
+"""Verify a conversion: compare our model's logits with those of `transformers`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def compare_logits(
 ) -> str:
     """Run both models in float32 on the same random tokens; returns a summary, or raises a ValueError if they differ.
 
-    The weights of both are rounded to `dtype`, as in the conversion. Both models are fully in memory.
+    The weights of both are rounded to `dtype`, as in the conversion. Both models are held in memory.
     """
     tokens_BL = torch.randint(model.vocab_size, (2, 64), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():

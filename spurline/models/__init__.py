@@ -1,4 +1,4 @@
-"""The model families, by name. Does not import torch: `configs.py` lists presets, `model.py` is imported on build."""
+"""The model families, by name. No torch import: `configs.py` lists presets, `model.py` is imported on build."""
 
 from __future__ import annotations
 

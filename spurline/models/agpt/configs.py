@@ -54,7 +54,7 @@ def _full_size(
 
 
 def agpt_2b() -> RunConfig[AGPTConfig]:
-    """12 layers of width 2048; half of the parameters are the vocabulary's."""
+    """12 layers of width 2048; half of the parameters are in the embedding and output matrix."""
     return _full_size(
         3e-4, dim=2048, num_layers=12, num_heads=16, num_kv_heads=4, dense_hidden_dim=11_008, rope_theta=50_000.0
     )
@@ -71,7 +71,7 @@ def agpt_50b() -> RunConfig[AGPTConfig]:
 
 
 def agpt_80b() -> RunConfig[AGPTConfig]:
-    """84 layers of width 9216; with 12 heads of keys and values, tensor parallelism can be 2, 3, 4, 6 or 12."""
+    """84 layers of width 9216; with 12 key/value heads, the tensor-parallel degree can be 2, 3, 4, 6 or 12."""
     return _full_size(
         1.5e-4, dim=9216, num_layers=84, num_heads=72, num_kv_heads=12, dense_hidden_dim=25_600, recompute="full"
     )

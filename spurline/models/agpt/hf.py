@@ -1,4 +1,4 @@
-"""AGPT as Hugging Face stores it: a Llama. Both pair the channels of a head's two halves, so no weight is reordered."""
+"""AGPT in Hugging Face format: Llama. Both pair channels of a head's two halves for RoPE, so no weight is permuted."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class LatentAttention(nn.Module):
     ) -> Tensor:
         shard = context.shard
         q_BLHQ = self.cp.queries(torch.cat([q_BLHN, q_BLHR], dim=-1), shard)
-        if shard is not None:  # what other ranks need of a position: one latent and one key, whatever the heads
+        if shard is not None:  # other ranks need one latent and one key per position, however many heads there are
             latent_BLX = self.cp.all_gather_positions(torch.cat([latent_BLC, k_BLR], dim=-1), shard)
             latent_BLC, k_BLR = latent_BLX.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
         k_BLHQ, v_BLHV = self._keys_and_values(latent_BLC, k_BLR, shard)
@@ -116,7 +116,7 @@ class LatentAttention(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Each head's key, [without position | rotated], and value: -> (B, L, H, Q), (B, L, H, V).
 
-        With a shard, those of the heads that this rank attends with.
+        With a shard, only for the heads that this rank attends with.
         """
         if shard is None:
             kv_BLX = self.wkv_b(latent_BLC)

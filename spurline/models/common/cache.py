@@ -1,4 +1,4 @@
-"""The KV cache: what attention keeps of earlier positions, so that a further token costs one position and not all.
+"""The KV cache: what attention keeps of earlier positions, so that a new token costs one position instead of all.
 
 B rows of a batch, L positions of this forward pass, S slots up to the last of them, H query heads, G heads of keys and
 values, R width of queries and keys, V width of values.
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class KVCache:
-    """The KV cache of a batch of texts, in all layers of a model, with room for num_slots tokens a row.
+    """The KV cache of a batch of texts, for all layers of a model, with room for num_slots tokens per row.
 
     All rows fill the same slots: shorter prompts are padded on the left, by padding_B tokens. A row's positions count
     from its first real token; real tokens do not attend to the padding. Layers allocate their buffers on first use.
@@ -26,13 +26,13 @@ class KVCache:
         self.layers = [LayerKVCache(self) for _ in range(num_layers)]
 
     def twin(self, number: int) -> KVCache:
-        """A cache of the same texts for another part of the model, which moves on by itself: a pipeline stage."""
+        """A cache of the same texts for another pipeline stage of the model, which advances on its own."""
         if number not in self._twins:
             self._twins[number] = KVCache(len(self.layers), self.num_slots, self._padding_B)
         return self._twins[number]
 
     def advance(self, num_tokens: int, device: torch.device) -> Tensor:
-        """Move on to the next num_tokens slots; returns the positions of their tokens, (L,) or (B, L)."""
+        """Advance to the next num_tokens slots; returns the positions of their tokens, (L,) or (B, L)."""
         assert self.stop + num_tokens <= self.num_slots, f"{self.stop} + {num_tokens} tokens in {self.num_slots} slots"
         self.start, self.stop = self.stop, self.stop + num_tokens
         slot_L = torch.arange(self.start, self.stop, device=device)
@@ -53,7 +53,7 @@ class KVCache:
 
 
 class LayerKVCache:
-    """One layer's part of a KVCache: the tensors that its attention chooses to keep, with a row for every slot."""
+    """One layer's part of a KVCache: the tensors that its attention caches, with one row per slot."""
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
@@ -70,7 +70,7 @@ class LayerKVCache:
         return self._cache.mask_B1LS
 
     def extend(self, *news: Tensor) -> list[Tensor]:
-        """Append the present positions; returns past and present together: (.., L, W) -> (.., S, W)."""
+        """Append the current positions; returns past and current together: (.., L, W) -> (.., S, W)."""
         start, stop = self._cache.start, self._cache.stop
         if not self._buffers:
             self._buffers = [new.new_empty(*new.shape[:-2], self._cache.num_slots, new.shape[-1]) for new in news]
@@ -89,8 +89,8 @@ def attend_to_past(
 ) -> Tensor:
     """Attention of a few queries to many keys, under the mask: -> (B, H, L, V).
 
-    The query heads that share a head of keys are rows of one product, so that keys and values are read once, in place.
-    A sink is a further logit of its head, without a value.
+    The query heads that share a head of keys are rows of one matmul, so that keys and values are read once, in place.
+    A sink is an additional logit of its head, without a value.
     """
     B, H, L, _ = q_BHLR.shape
     G = k_BGSR.shape[1]

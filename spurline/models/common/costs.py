@@ -11,7 +11,7 @@ class Cost:
 
     params: int
     active_params: int
-    """Those that one token meets."""
+    """Those used for one token."""
     flops_per_token: int
     """Forward and backward."""
 
@@ -28,18 +28,18 @@ class Cost:
 
 @dataclass(frozen=True)
 class ModelCosts:
-    """The cost of each part of a model, in the order of the forward pass. Parameters that two parts use count once."""
+    """The cost of each part of a model, in forward order. Parameters that two parts share are counted once."""
 
     embed: Cost
-    """Whatever the first pipeline stage has besides layers."""
+    """Everything that the first pipeline stage holds besides layers."""
     layers: tuple[Cost, ...]
     head: Cost
-    """Whatever the last pipeline stage has besides layers."""
+    """Everything that the last pipeline stage holds besides layers."""
 
     def total(self) -> Cost:
         return sum(self.layers, self.embed + self.head)
 
 
 def dense_cost(params: int) -> Cost:
-    """Matrices that every token is multiplied with: six FLOPs for each weight."""
+    """The cost of matrices that every token is multiplied by: six FLOPs per weight."""
     return Cost(params, params, 6 * params)

@@ -1,4 +1,4 @@
-"""What every decoder-only language model shares: embedding, blocks, and a head of final norm and output matrix.
+"""The base of every decoder-only language model: embedding, blocks, and a head (final norm and output matrix).
 
 B sequences of L positions, of which this rank has l; D model width, V vocabulary, P pairs of rotary channels.
 """
@@ -30,12 +30,12 @@ D = TypeVar("D", bound="Decoder")
 class Decoder(nn.Module):
     """Language model: tokens (B, L) -> logits (B, L, vocab_size) in `compute_dtype`.
 
-    A family overrides `make_attention(layer)`. Under tensor parallelism, a rank has a part of the positions between
-    blocks, and of the vocabulary in the logits. Under context parallelism its tp group has a part of the positions
-    from the embedding to the loss; logits are those of all positions.
+    A family overrides `make_attention(layer)`. Under tensor parallelism, a rank holds a shard of the positions between
+    blocks, and of the vocabulary in the logits. Under context parallelism, its tp group holds a shard of the positions
+    from the embedding to the loss; logits cover all positions.
 
-    `stage(first, end)` is a part of the model for pipeline parallelism: some layers, with the embedding if they are the
-    first and the head if they are the last. What a stage lacks is None.
+    `stage(first, end)` is one pipeline stage of the model: some layers, plus the embedding on the first stage and the
+    head on the last. Modules that a stage does not have are None.
     """
 
     takes_kv_cache = True
@@ -53,7 +53,7 @@ class Decoder(nn.Module):
             {str(layer): DecoderBlock(config, layer, self.make_attention(layer)) for layer in range(config.num_layers)}
         )
         self.norm = RMSNorm(config.dim, config.norm_eps)
-        # Tied, the embedding is the output matrix too: one parameter in one place, also where it is split or sharded.
+        # Tied: the embedding is also the output matrix, one parameter in one place, even when it is split or sharded.
         self.output = None if config.tied_embeddings else OutputMatrix(config.dim, config.vocab_size)
         self.is_first_stage = self.is_last_stage = True
         self.tp = TensorParallel()
@@ -83,10 +83,10 @@ class Decoder(nn.Module):
         """Logits; with labels, loss_sum(logits, labels) instead, without holding the logits of all positions.
 
         With a KV cache, tokens continue those of the previous call, and only the last position's logits are returned:
-        (B, 1, V). Extras are what the family's `block_context` takes besides.
+        (B, 1, V). Extras are further arguments of the family's `block_context`.
 
-        A pipeline stage takes the same arguments, and from the second stage on the hidden states (B, l, D) that the
-        stage before it returned; all stages but the last return hidden states.
+        A pipeline stage takes the same arguments and, from the second stage on, the hidden states (B, l, D) that the
+        previous stage returned; all stages but the last return hidden states.
         """
         x_BlD = self.hidden_states(tokens_BL, cache, hidden_BlD, **extras)
         if not self.is_last_stage:
@@ -98,11 +98,11 @@ class Decoder(nn.Module):
         return self.logits(hidden_BLD if cache is None else hidden_BLD[:, -1:])
 
     def last_hidden_state(self, tokens_BL: Tensor, cache: KVCache | None = None, **extras: Any) -> Tensor:
-        """The hidden states behind the final norm, for all positions: (B, L) -> (B, L, D)."""
+        """The hidden states after the final norm, for all positions: (B, L) -> (B, L, D)."""
         return self.all_final_norm(self.hidden_states(tokens_BL, cache, **extras), tokens_BL, cache)
 
     def all_final_norm(self, x_BlD: Tensor, tokens_BL: Tensor, cache: KVCache | None) -> Tensor:
-        """The hidden states behind the final norm of whole sequences, on every rank: (B, l, D) -> (B, L, D)."""
+        """The hidden states of full sequences after the final norm, on every rank: (B, l, D) -> (B, L, D)."""
         shard = self.shard_of(tokens_BL, cache)
         return self.cp.all_gather_positions(self.final_norm(x_BlD, self.num_own_positions(tokens_BL, cache)), shard)
 
@@ -111,16 +111,16 @@ class Decoder(nn.Module):
         return self.cp.shard(tokens_BL.shape[1]) if cache is None else None
 
     def num_own_positions(self, tokens_BL: Tensor, cache: KVCache | None = None) -> int:
-        """How many positions of the sequences this rank's tp group has."""
+        """How many positions of the sequences this rank's tp group holds."""
         shard = self.shard_of(tokens_BL, cache)
         return tokens_BL.shape[1] if shard is None else shard.num_real
 
     def hidden_states(
         self, tokens_BL: Tensor, cache: KVCache | None = None, hidden_BlD: Tensor | None = None, **extras: Any
     ) -> Tensor:
-        """The hidden states behind the last block, for this rank's positions: (B, L) -> (B, l, D).
+        """The hidden states after the last block, for this rank's positions: (B, L) -> (B, l, D).
 
-        From the second pipeline stage on, hidden_BlD are those behind the last block of the stage before.
+        From the second pipeline stage on, hidden_BlD is the output of the previous stage's last block.
         """
         if (hidden_BlD is None) != self.is_first_stage:
             this = "this is the first" if self.is_first_stage else "this is another one"
@@ -144,8 +144,8 @@ class Decoder(nn.Module):
     ) -> BlockContext:
         """What all blocks need besides activations; with document ids, each position attends to its own document only.
 
-        It depends on the shape of the tokens alone, not on their values. A cache moves on by L positions. `shard` says
-        which positions are this rank's, if not those of `shard_of`.
+        It depends only on the shape of the tokens, not on their values. A cache advances by L positions. `shard`
+        overrides which positions this rank holds (default: `shard_of`).
         """
         length, device = tokens_BL.shape[1], tokens_BL.device
         shard = shard or self.shard_of(tokens_BL, cache)
@@ -181,16 +181,16 @@ class Decoder(nn.Module):
     def loss(
         self, hidden_BLD: Tensor, tokens_BL: Tensor, labels_BL: Tensor, loss_sum: LossSum, **extras: Any
     ) -> Tensor:
-        """The summed loss of hidden states behind the final norm; a family may add terms of its own.
+        """The summed loss of hidden states after the final norm; a family may add terms of its own.
 
-        Under context parallelism, hidden states are those of this rank's positions and so is the loss; tokens and
-        labels are whole sequences.
+        Under context parallelism, hidden states and loss cover only this rank's positions; tokens and labels are full
+        sequences.
         """
         (loss,) = self.loss_sums([hidden_BLD], [own(labels_BL, self.shard_of(tokens_BL))], loss_sum)
         return loss
 
     def loss_sums(self, hidden: list[Tensor], labels: list[Tensor], loss_sum: LossSum) -> list[Tensor]:
-        """The summed loss of each of several hidden states behind a norm, by this model's output matrix."""
+        """The summed loss of each of several normalized hidden states, through this model's output matrix."""
         own_vocab_size = -(-self.config.vocab_size // (1 if self.tp.group is None else self.tp.group.size()))
 
         def losses(hidden: list[Tensor], lm_head: Callable[[Tensor], Tensor]) -> list[Tensor]:
@@ -202,9 +202,9 @@ class Decoder(nn.Module):
         return losses(hidden, self.logits) if self.output is None else self.output(hidden, losses)
 
     def first_and_last_units(self) -> tuple[nn.Module | None, nn.Module | None]:
-        """What FSDP2 shards by itself besides blocks, in the order of the forward pass.
+        """The modules besides blocks that are FSDP2 units of their own, in forward order.
 
-        A tied embedding is used outside of its own forward too: it stays with the rest of the model.
+        A tied embedding is also used outside its own forward, so it stays in the root unit.
         """
         return (self.embedding if self.output is not None or not self.is_last_stage else None), self.output
 
@@ -213,11 +213,11 @@ class Decoder(nn.Module):
     ) -> D:
         """Layers first_layer to end_layer - 1 as a model of its own: one pipeline stage. Cut before parallelizing.
 
-        The first stage has the embedding and the last one the head: by default, those with the first and the last
-        layer. Say it where the embedding or the head is a stage without layers: stage(0, 0), stage(0, 4,
-        is_first=False). Parameters keep their names, so a stage's state_dict is a part of the whole model's, and
-        `initialize` gives them the same values. A stage shares no memory with this model or with other stages: cut a
-        model that was built on the meta device.
+        The first stage has the embedding and the last one the head: by default, the stages with the first and the last
+        layer. Pass is_first or is_last where the embedding or the head is a stage without layers: stage(0, 0),
+        stage(0, 4, is_first=False). Parameters keep their names, so a stage's state_dict is a subset of the full
+        model's, and `initialize` gives them the same values. A stage shares no memory with this model or with other
+        stages, so build the model on the meta device.
         """
         return cut_stage(self, first_layer, end_layer, is_first, is_last)
 
@@ -232,7 +232,7 @@ class Decoder(nn.Module):
     def parameters_on_two_stages(self) -> list[str]:
         """Parameters of which the first and the last pipeline stage each have a copy, such as tied embeddings.
 
-        The copies begin equal. Whoever runs the stages keeps them so, by giving both the sum of their gradients.
+        The copies start equal; whoever runs the stages must keep them equal by giving both the sum of their gradients.
         """
         both = self.first_stage_modules() & self.last_stage_modules()
         return [name for name, _ in self.named_parameters() if name.partition(".")[0] in both]

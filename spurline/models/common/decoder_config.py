@@ -24,19 +24,19 @@ class YarnConfig:
     """YaRN context extension: low rotary frequencies are divided by the factor, high ones are kept."""
 
     factor: float = 1.0
-    """Context extension relative to original_seq_len (1 = off)."""
+    """Context extension relative to original_seq_len (1: off)."""
     original_seq_len: int = 4096
     """Sequence length of the original training."""
     beta_fast: float = 32.0
     """Pairs that rotate more often than this within original_seq_len keep their frequency."""
     beta_slow: float = 1.0
-    """Pairs that rotate less often than this have their frequency divided by the whole factor."""
+    """Pairs that rotate less often than this have their frequency divided by the full factor."""
     truncate: bool = True
-    """Round the two boundaries to whole pairs of channels."""
+    """Round the two boundaries to integer pair indices."""
     mscale: float = 1.0
     """Scales the rotary part of queries and keys by 1 + 0.1 * mscale * log(factor)."""
     mscale_all_dim: float = 0.0
-    """The same for all channels, by the softmax scale; the rotary part is divided by it."""
+    """The same for all channels, through the softmax scale; the rotary part is divided by it (0: off)."""
 
     def problems(self) -> list[str]:
         found = not_positive(self, "original_seq_len", "beta_slow")
@@ -70,7 +70,7 @@ class Llama3RopeConfig:
     """RoPE scaling of Llama 3.1: low rotary frequencies are divided by the factor, high ones are kept."""
 
     factor: float = 1.0
-    """What the lowest frequencies are divided by (1 = off)."""
+    """Divisor of the lowest frequencies (1: off)."""
     original_seq_len: int = 8192
     """Sequence length of the original training."""
     low_freq_factor: float = 1.0
@@ -96,9 +96,9 @@ class DecoderConfig:
     dim: int = 256
     """Model width D."""
     num_layers: int = 4
-    """Transformer blocks."""
+    """Number of transformer blocks."""
     dense_hidden_dim: int = 512
-    """Hidden width of the dense feed-forward."""
+    """Hidden width of the dense feed-forward layers."""
     tied_embeddings: bool = False
     """Use the embedding matrix as the output matrix too."""
     rope_theta: float = 10000.0
@@ -143,15 +143,15 @@ class DecoderConfig:
         return self.costs(seq_len=0).total().params
 
     def num_active_params(self) -> int:
-        """Those that one token meets while training: all but the experts that it isn't routed to."""
+        """Parameters used for one token in training: all but the experts that it isn't routed to."""
         return self.costs(seq_len=0).total().active_params
 
     def flops_per_token(self, seq_len: int) -> int:
-        """Forward and backward: six for each active weight but those of the embedding, plus causal attention."""
+        """Forward and backward: six per active weight, without the embedding, plus causal attention."""
         return self.costs(seq_len).total().flops_per_token
 
     def costs(self, seq_len: int) -> ModelCosts:
-        """Parameters and FLOPs of the embedding, of each layer and of the head; they add up to those of the model."""
+        """Parameters and FLOPs of the embedding, each layer and the head; they add up to the model's."""
         layers = tuple(self._layer_cost(layer, seq_len) for layer in range(self.num_layers))
         return ModelCosts(self._embed_cost(), layers, self._head_cost(seq_len))
 
@@ -169,7 +169,7 @@ class DecoderConfig:
         return self.num_layers
 
     def _embed_cost(self) -> Cost:
-        """A lookup multiplies nothing."""
+        """The embedding's cost: a lookup has no FLOPs."""
         table = self.vocab_size * self.dim
         return Cost(table, table, 0)
 
@@ -192,7 +192,7 @@ class DecoderConfig:
         return 6 * self.vocab_size * self.dim
 
     def _attention_flops(self, layer: int, seq_len: int) -> int:
-        """Forward and backward of one token's causal attention, without the matrices."""
+        """Forward and backward of one token's causal attention, without the projections."""
         return 3 * self.num_heads * self._key_and_value_dim() * seq_len
 
     def _attention_params(self) -> int:
@@ -200,7 +200,7 @@ class DecoderConfig:
         raise NotImplementedError
 
     def _key_and_value_dim(self) -> int:
-        """The width of one head's key plus that of its value."""
+        """The width of one head's key plus the width of its value."""
         raise NotImplementedError
 
 
@@ -212,9 +212,9 @@ class SparseDecoderConfig(DecoderConfig):
     """A decoder with dense blocks and blocks with MoE layers, in any pattern."""
 
     num_dense_layers: int = 0
-    """Number of first blocks with a dense feed-forward instead of an MoE layer."""
+    """Number of blocks at the start with a dense feed-forward instead of an MoE layer."""
     dense_layers: tuple[int, ...] = ()
-    """Numbers of further blocks with a dense feed-forward, such as 2,4,6 for every second one of eight."""
+    """Indices of further blocks with a dense feed-forward, such as 2,4,6 for every second one of eight."""
     moe: MoEConfig = field(default_factory=MoEConfig)
 
     def problems(self) -> list[str]:
@@ -261,18 +261,18 @@ S = TypeVar("S", bound=SparseDecoderConfig)
 
 @dataclass(frozen=True)
 class AttentionFeatures:
-    """What the grouped-query attention of a layer has besides its four matrices."""
+    """Optional features of a layer's grouped-query attention."""
 
     qkv_bias: bool = False
-    """Biases of queries, keys and values."""
+    """Biases in the query, key and value projections."""
     output_bias: bool = False
-    """A bias of the output."""
+    """A bias in the output projection."""
     qk_norm: Literal["none", "head", "all_heads"] = "none"
-    """Normalize queries and keys: in each head by one weight for all, or over the channels of all heads together."""
+    """Normalize queries and keys: each head with one shared weight, or over the channels of all heads together."""
     window: int = 0
-    """How many positions a query sees, itself included (0 = all before it)."""
+    """How many positions a query sees, including its own (0: all before it)."""
     sinks: bool = False
-    """A learned logit in each head that takes part in the softmax and has no value."""
+    """A learned logit in each head that takes part in the softmax but has no value."""
 
 
 @dataclass(frozen=True)
@@ -280,7 +280,7 @@ class GroupedQueryConfig(DecoderConfig):
     """A decoder with grouped-query attention."""
 
     num_kv_heads: int = 2
-    """Heads of keys and values; num_heads must be a multiple."""
+    """Key/value heads; num_heads must be a multiple of it."""
     head_dim: int = 64
     """Width of a head."""
 
@@ -293,7 +293,7 @@ class GroupedQueryConfig(DecoderConfig):
         return found
 
     def attention_features(self, layer: int) -> AttentionFeatures:
-        """What the attention of block number `layer` has; a family with more than the four matrices overrides it."""
+        """The attention features of block number `layer`; a family that uses any overrides it."""
         return AttentionFeatures()
 
     def parallel_facts(self) -> ParallelFacts:

@@ -1,4 +1,4 @@
-"""Generate text with a language model, with a KV cache or without.
+"""Generate text with a language model, with or without a KV cache.
 
 B texts, L positions of one forward pass, V vocabulary, K most probable tokens.
 """
@@ -38,7 +38,7 @@ def stream(
     stop_id: int | Collection[int] | None = None,
     cached: bool = True,
 ) -> Iterator[list[int | None]]:
-    """Yield the next token of every text, `num_tokens` times; None for a text that has ended with (a) `stop_id`.
+    """Yield the next token of every text, `num_tokens` times; None for a text that has ended with a `stop_id`.
 
     A text depends on its prompt and on `seed` plus its index, never on the other texts. The model sees at most the
     last `max_context` tokens: when a text exceeds that, the older half is dropped at once (see `window_start`).
@@ -65,7 +65,7 @@ def stream(
                     token = sample_token(logits_BV[number], sampling, generators[number])
                     if token in stop_ids:
                         has_ended[number] = True
-                        del text[:-1]  # it is complete, and must not lengthen the padding of the others
+                        del text[:-1]  # it is complete, and must not add padding to the other texts
                     else:
                         tokens[number] = token
                         text.append(token)
@@ -77,7 +77,7 @@ def stream(
 
 
 def printable(text: str) -> str:
-    """The text without control characters, which an untrained model may well produce."""
+    """The text without control characters, which an untrained model may produce."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
@@ -89,7 +89,7 @@ def sample_token(logits_V: Tensor, sampling: Sampling, generator: torch.Generato
     best_K, token_K = logits_V.topk(min(sampling.top_k or vocab_size, vocab_size))
     probability_K = (best_K / sampling.temperature).softmax(dim=-1)
     if sampling.top_p < 1:
-        # A token is kept if the more probable ones do not reach top_p; the first always is.
+        # A token is kept if the more probable ones do not reach top_p; the first token always is.
         probability_K = probability_K * (probability_K.cumsum(dim=-1) - probability_K < sampling.top_p)
     return int(token_K[torch.multinomial(probability_K, 1, generator=generator)])
 
@@ -98,7 +98,7 @@ def window_start(num_tokens: int, max_context: int) -> int:
     """The first position of a text that the model sees.
 
     It stays the same until the context is full, then moves by half the context, so that a KV cache is rarely rebuilt.
-    It depends on the text's own length alone: neither the cache nor other texts change what the model sees.
+    It depends only on the text's own length: neither the cache nor other texts change what the model sees.
     """
     half = (max_context + 1) // 2
     return -(-max(num_tokens - max_context, 0) // half) * half
@@ -113,7 +113,7 @@ class _Reader:
         self.max_context = max_context
         self.device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self.join_vocabulary = getattr(model, "tp", TensorParallel()).join_vocabulary
-        self.cached = cached and getattr(model, "takes_kv_cache", False)  # other models may not
+        self.cached = cached and getattr(model, "takes_kv_cache", False)  # not every model supports it
         self.cache: KVCache | None = None
 
     def logits(self, texts: list[list[int]]) -> Tensor:

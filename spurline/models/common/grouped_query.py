@@ -66,7 +66,7 @@ class GroupedQueryAttention(nn.Module):
         q, k, v = self.wq(x_BLD), self.wk(x_BLD), self.wv(x_BLD)
         if self.q_norm is not None and self.k_norm is not None and self.norms_all_heads:
             q, k = self.q_norm(q), self.k_norm(k)
-        # Under tensor parallelism a rank has some of the heads: as many as its part of the projection.
+        # Under tensor parallelism a rank holds some of the heads: those of its shard of the projection.
         q_BLHR, k_BLGR, v_BLGR = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
         if self.q_norm is not None and self.k_norm is not None and not self.norms_all_heads:
             q_BLHR, k_BLGR = self.q_norm(q_BLHR), self.k_norm(k_BLGR)
@@ -77,7 +77,7 @@ class GroupedQueryAttention(nn.Module):
         return self.wo(self.cp.outputs(out_BHLR.transpose(1, 2), context.shard).flatten(2))
 
     def _rotate(self, x_BLHR: Tensor, rope: Rope) -> Tensor:
-        """The first rope_dim channels of each head are rotated, the rest stays."""
+        """Rotate the first rope_dim channels of each head; the others are unchanged."""
         if self.rope_dim == self.head_dim:
             return apply_rope_halves(x_BLHR, *rope)
         rotated, rest = x_BLHR.split([self.rope_dim, self.head_dim - self.rope_dim], dim=-1)
@@ -101,7 +101,7 @@ class GroupedQueryAttention(nn.Module):
 
 
 class GroupedQueryDecoder(Decoder):
-    """A decoder whose layers have grouped-query attention with the features that its config names."""
+    """A decoder with grouped-query attention in all layers, with the features that its config selects."""
 
     config: GroupedQueryConfig
 

@@ -1,7 +1,7 @@
 """How a family maps to Hugging Face checkpoints: architectures and tensor names. No torch import.
 
-A family's `hf.py` has ARCHITECTURES, the classes of `transformers` it can be imported from, and
-architecture_for(model), the one that a model is exported as. E experts, F hidden width, D model width.
+A family's `hf.py` has ARCHITECTURES, the `transformers` classes it can be imported from, and
+architecture_for(model), the class that a model is exported as. E experts, F hidden width, D model width.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from spurline.models.common.hf_values import TheirConfig
 
 Shape = tuple[int, ...]
 Present = Mapping[str, Any]
-"""The tensors of a folder of theirs by name; each has a `shape`."""
+"""The tensors of a Hugging Face folder by name; each has a `shape`."""
 NO_TENSORS: Present = MappingProxyType({})
 Names = Mapping[str, str | None]
-"""Our name -> theirs, with {layer} for a block's number and {expert} where our tensor stacks those of all experts.
+"""Our name -> theirs, with {layer} for a block's index and {expert} where ours stacks one tensor per expert.
 
-None: they have no such tensor. Ours is zeros after import, and must be zeros for export.
+None: they have no such tensor. Ours is zero after import, and must be zero to be exported.
 """
 
 
 class Columns(NamedTuple):
-    """Some columns of a matrix that is stored as one run of elements."""
+    """Some columns of a matrix that is stored contiguously."""
 
     shape: Shape
-    """The rows and columns of the whole matrix."""
+    """Rows and columns of the full matrix."""
     chosen: slice
     transposed: bool
-    """Whether the piece is the transposed matrix of the chosen columns."""
+    """Whether the piece is the transpose of the chosen columns."""
 
 
 class Piece(NamedTuple):
-    """Elements of one of their tensors: all of them, those from `start` on, or some columns of a matrix there."""
+    """Elements of one of their tensors: all, a contiguous range from `start` on, or some columns of a matrix there."""
 
     name: str
     shape: Shape
-    """Of their whole tensor."""
+    """Shape of their full tensor."""
     start: int = 0
     columns: Columns | None = None
 
@@ -57,11 +57,11 @@ class Slot:
 
     @property
     def piece_size(self) -> int:
-        """Elements in each of the pieces."""
+        """Number of elements in each piece."""
         return prod(self.shape) // len(self.pieces)
 
     def stored_size(self, piece: Piece) -> int:
-        """Elements in the run that a piece is read from."""
+        """Number of contiguous elements that a piece is read from."""
         return self.piece_size if piece.columns is None else prod(piece.columns.shape)
 
 
@@ -75,7 +75,7 @@ def only_rotary_frequencies(their_config: Mapping[str, Any], present: Present) -
 
 
 def further_prediction_layers(their_config: Mapping[str, Any], present: Present) -> dict[str, str]:
-    """Multi-token prediction modules, stored behind the last layer; their eh_proj identifies them."""
+    """Multi-token prediction modules, stored after the last layer; their eh_proj identifies them."""
     num_layers, num_heads = their_config["num_hidden_layers"], their_config.get("num_nextn_predict_layers") or 0
     layers = range(num_layers, num_layers + num_heads)
     heads = [layer for layer in layers if f"model.layers.{layer}.eh_proj.weight" in present]
@@ -85,12 +85,12 @@ def further_prediction_layers(their_config: Mapping[str, Any], present: Present)
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model class of `transformers`, with its conversion to our models and back."""
+    """A model class of `transformers`, and its conversion to and from our models."""
 
     name: str
     model_type: str
     read: Callable[[TheirConfig], Any]
-    """Their config -> our model config; values that ours can't express are added to their config's `problems`."""
+    """Their config -> our model config; values that ours can't express are reported in `problems` of their config."""
     obstacles: Callable[[Any], list[str]]
     """Why a model of ours can't be exported as this architecture, one message each; empty if it can."""
     write: Callable[[Any], dict[str, Any]]
@@ -99,10 +99,10 @@ class Architecture:
     harmless: Callable[[Mapping[str, Any], Present], dict[str, str]] = only_rotary_frequencies
     """Their config and tensor names -> tensors that may be ignored: a pattern of their names -> what they are."""
     fused_experts: str = "model.layers.{layer}.mlp.experts."
-    """What the names of fused experts begin with."""
+    """Name prefix of fused experts."""
 
     def slots(self, shapes: Mapping[str, Shape], present: Present = NO_TENSORS) -> list[Slot]:
-        """How the tensors of our model, by name, are stored; fused experts are the source if `present` has them."""
+        """How each tensor of our model is stored in theirs; fused experts are the source if `present` has them."""
         return [self._slot(name, shape, present) for name, shape in shapes.items()]
 
     def _slot(self, name: str, shape: Shape, present: Present) -> Slot:
@@ -118,7 +118,7 @@ class Architecture:
         return Slot(name, shape, tuple(pieces))
 
     def copies(self, shapes: Mapping[str, Shape]) -> dict[str, str]:
-        """Their tensors that duplicate another one: the name of each copy -> that of the original in our model."""
+        """Their tensors that duplicate another one: name of the copy -> name of the original in our model."""
         return {}
 
 
@@ -152,7 +152,7 @@ QKV_BIAS_NAMES: dict[str, str | None] = {
 class ExpertWeight(NamedTuple):
     """One weight of SwiGLU experts: our names and theirs.
 
-    `transformers` can also save all experts of a layer as they are in its memory: gate and up fused to one (E, 2F, D),
+    `transformers` can also save all experts of a layer as it holds them in memory: gate and up fused into (E, 2F, D),
     down as (E, D, F). Ours is one of the equal parts of the fused tensor's rows.
     """
 
@@ -189,14 +189,14 @@ EXPERT_WEIGHT_OF = {weight.ours: weight for weight in EXPERT_WEIGHTS}
 
 
 def their_name(name: str, names: Names) -> tuple[str | None, str]:
-    """Their name for one of ours, with {expert} still in it, and the number of its layer ("" if it has none)."""
+    """Their name for one of ours, with {expert} still in it, and its layer's index ("" if it has none)."""
     layer = match[1] if (match := re.match(r"layers\.(\d+)\.", name)) else ""
     theirs = names[name.replace(f"layers.{layer}.", "layers.{layer}.", 1) if layer else name]
     return theirs and theirs.replace("{layer}", layer), layer
 
 
 def fused_slot(name: str, shape: Shape, fused: str, weight: ExpertWeight) -> Slot:
-    """Stacked matrices (E, rows, columns), each of which is one of the equal parts of the rows of a fused one."""
+    """Stacked matrices (E, rows, columns), each stored as one of the equal row blocks of a fused matrix."""
     num_experts, num_rows, num_columns = shape
     fused_shape = num_experts, weight.num_parts * num_rows, num_columns
     size = num_rows * num_columns
@@ -205,7 +205,7 @@ def fused_slot(name: str, shape: Shape, fused: str, weight: ExpertWeight) -> Slo
 
 
 def transposed_slot(name: str, shape: Shape, theirs: str, num_parts: int, columns: slice) -> Slot:
-    """Stacked matrices (E, rows, columns), each of which they store transposed, as some columns of a wider one."""
+    """Stacked matrices (E, rows, columns), each stored transposed, as some columns of a wider matrix."""
     num_experts, num_rows, num_columns = shape
     matrix = num_columns, num_parts * num_rows
     pieces = [
@@ -220,7 +220,7 @@ ANY = object()
 
 
 def unlike(model: Any, only: Mapping[str, Any], architecture: str) -> list[str]:
-    """An error for each dotted field of `model` that isn't the only value the architecture can express."""
+    """An error for each dotted field of `model` that differs from the only value the architecture can express."""
     values = {name: reduce(getattr, name.split("."), model) for name in only}
     return [
         f"model.{name} is {values[name]!r}, and {architecture} can only be {value!r}"
@@ -230,7 +230,7 @@ def unlike(model: Any, only: Mapping[str, Any], architecture: str) -> list[str]:
 
 
 def moe_obstacles(model: Any, architecture: str, only: Mapping[str, Any]) -> list[str]:
-    """The same for the MoE layers: plain softmax scores and SwiGLU experts, unless `only` says otherwise."""
+    """The same for the MoE layers: plain softmax scores and SwiGLU experts, unless `only` overrides it."""
     plain = {
         "moe.score_func": "softmax",
         "moe.num_shared_experts": 0,

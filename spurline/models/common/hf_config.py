@@ -10,7 +10,7 @@ from spurline.models.common.hf_values import TheirConfig
 
 
 def read_layer_types(theirs: TheirConfig, *known: str) -> list[str]:
-    """The kind of attention of each layer, as far as it is given."""
+    """The attention type of each layer; empty if not given."""
     kinds: list[str] = theirs.take("layer_types", list, [])
     if others := sorted({f"{kind}" for kind in kinds if kind not in known}):
         theirs.problems.append(f"layer_types has {', '.join(others)}, and Spurline has only {' and '.join(known)}")
@@ -18,7 +18,7 @@ def read_layer_types(theirs: TheirConfig, *known: str) -> list[str]:
 
 
 def head_dim_of(theirs: TheirConfig, fields: dict[str, Any]) -> int:
-    """The width of a head: as given, or the model's width divided by the number of heads."""
+    """The width of a head: head_dim if given, or the model's width divided by the number of heads."""
     head_dim: int = theirs.take("head_dim", int, fields["dim"] // max(fields["num_heads"], 1))
     return head_dim
 
@@ -33,7 +33,7 @@ def read_decoder(
     """The fields of DecoderConfig.
 
     `scales_softmax`: YaRN's mscale_all_dim also changes the softmax scale. `has_bias`: the family reads attention_bias.
-    `rotary_fraction`: its default, in a family whose heads may rotate a part of their channels.
+    `rotary_fraction`: its default, in a family whose heads may rotate only some of their channels.
     """
     theirs.require("hidden_act", "silu")
     if not has_bias:
@@ -53,7 +53,7 @@ def read_decoder(
 
 
 def _read_quantization(theirs: TheirConfig) -> None:
-    """Reject quantized weights that can't be read: they are dequantized, so the model does not depend on it."""
+    """Reject quantization formats that can't be read; weights are dequantized, so the model config ignores them."""
     quantization = theirs.take("quantization_config", dict, {})
     if not quantization:
         return
@@ -70,7 +70,7 @@ def _read_quantization(theirs: TheirConfig) -> None:
 
 
 def read_dense_layers(theirs: TheirConfig, num_layers: int) -> dict[str, Any]:
-    """num_dense_layers and dense_layers from mlp_only_layers and decoder_sparse_step, which the Qwen families have."""
+    """num_dense_layers and dense_layers from mlp_only_layers and decoder_sparse_step of the Qwen families."""
     step = theirs.take("decoder_sparse_step", int, 1)
     listed = theirs.take("mlp_only_layers", list, [])
     if step < 1:
@@ -82,7 +82,7 @@ def read_dense_layers(theirs: TheirConfig, num_layers: int) -> dict[str, Any]:
 
 
 def write_dense_layers(model: SparseDecoderConfig) -> dict[str, Any]:
-    """The same pattern for them: all dense layers by number."""
+    """The same pattern in their keys: a list of all dense layers."""
     return {"decoder_sparse_step": 1, "mlp_only_layers": [*range(model.num_dense_layers), *model.dense_layers]}
 
 

@@ -1,4 +1,4 @@
-"""RoPE and its scalings in a Hugging Face config.json: YaRN, and that of Llama 3.1. No torch import."""
+"""RoPE and its scaling in a Hugging Face config.json: YaRN and Llama 3.1. No torch import."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from spurline.models.common.hf_values import TheirConfig
 
 
 def read_rope(theirs: TheirConfig, scales_softmax: bool, rotary_fraction: float | None) -> dict[str, Any]:
-    """rope_theta, yarn and llama3_rope; and rotary_fraction, if the family has it: then this is its default."""
+    """rope_theta, yarn and llama3_rope; also rotary_fraction in families that have it, with the given default."""
     # Transformers 4 has rope_theta and rope_scaling, transformers 5 has both in rope_parameters.
     theta = theirs.take("rope_theta", float, 10_000.0)
     old, new = theirs.take("rope_scaling", dict, {}), theirs.take("rope_parameters", dict, {})
@@ -62,7 +62,7 @@ def _read_yarn(rope: TheirConfig, max_length: Any, scales_softmax: bool) -> Yarn
         beta_fast=rope.take("beta_fast", float, 32.0),
         beta_slow=rope.take("beta_slow", float, 1.0),
         truncate=rope.take("truncate", bool, True),
-        # transformers ignores either of them without the other.
+        # transformers ignores either one without the other.
         mscale=mscale if mscale and mscale_all_dim else 1.0,
         mscale_all_dim=mscale_all_dim if mscale else 0.0,
     )
@@ -102,7 +102,7 @@ def _write_yarn(yarn: YarnConfig) -> dict[str, Any]:
 
 
 def yarn_obstacles(yarn: YarnConfig, architecture: str, *, scales_softmax: bool = False) -> list[str]:
-    """What of YaRN the architecture can't express."""
+    """Errors for YaRN options that the architecture can't express."""
     if yarn.factor == 1 or (yarn.mscale, yarn.mscale_all_dim) == (1, 0):
         return []
     if scales_softmax and yarn.mscale and yarn.mscale_all_dim:

@@ -1,4 +1,4 @@
-"""A Hugging Face config.json while it is read; a key that is not understood is an error. No torch import."""
+"""A reader for Hugging Face config.json files; a key that is not understood is an error. No torch import."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _HARMLESS = {
 
 
 class TheirConfig:
-    """A config.json while it is read: by the end, each of its keys was taken, checked or is known to be harmless."""
+    """A config.json that tracks which keys were read: in the end, each must be taken, checked or known as harmless."""
 
     def __init__(self, content: dict[str, Any], prefix: str = "") -> None:
         self.content = content

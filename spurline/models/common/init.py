@@ -1,8 +1,8 @@
-"""Seeded initial weights that depend on nothing but the seed and each parameter's name.
+"""Seeded initial weights that depend only on the seed and each parameter's name.
 
 A parameter is drawn in blocks of fixed size, each from a generator keyed by the seed, the parameter's name and the
-block's place. A rank draws the blocks that overlap what it holds, so its work and memory follow its shard, and the
-values are the same in every layout.
+block's position. A rank draws only the blocks that overlap its shard, so its work and memory scale with the shard, and
+the values are the same in every layout.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ from spurline.ops.draw import KeyedGenerator, is_drawn_in_blocks
 INIT_STD = 0.02
 
 # Changing either changes every initial weight. Few rows suit parameters sharded by rows over many ranks, few columns
-# those sharded by columns; together they are enough numbers that the cost of a block is that of drawing them.
+# suit column sharding; a block is still large enough that drawing its numbers dominates its cost.
 BLOCK_COLUMNS = 256
 BLOCK_ELEMENTS = 64 * BLOCK_COLUMNS
 
@@ -33,8 +33,8 @@ def initialize(model: nn.Module, seed: int) -> None:
     """Give every parameter and buffer of `model` its initial value, on any device and in any sharding.
 
     A module fills its own parameters in `init_parameter(name, tensor, generator)` and its buffers in `init_buffers()`.
-    Neither the order nor another parameter changes a value. Where `init_parameter` is marked by `drawn_in_blocks`, it
-    is given one block after the other; otherwise the whole parameter, of which a rank then takes its part.
+    Values do not depend on the order or on other parameters. An `init_parameter` decorated with `drawn_in_blocks` is
+    called once per block; otherwise once with the full parameter, of which a rank then keeps its shard.
     """
     initialize_parameters(model, seed)
     initialize_buffers(model)
@@ -42,9 +42,9 @@ def initialize(model: nn.Module, seed: int) -> None:
 
 @torch.no_grad()
 def initialize_parameters(model: nn.Module, seed: int, only_adapters: bool = False) -> None:
-    """The parameters' part of `initialize`: all of it that a checkpoint makes superfluous.
+    """Initialize only the parameters, which is unnecessary when a checkpoint is loaded.
 
-    With only_adapters, those of the low-rank adapters: for a model whose weights have been loaded.
+    With only_adapters, only the low-rank adapters: for a model whose weights have been loaded.
     """
     generator = KeyedGenerator()
     for path, module in model.named_modules():
@@ -64,7 +64,7 @@ def initialize_parameters(model: nn.Module, seed: int, only_adapters: bool = Fal
 
 @torch.no_grad()
 def initialize_buffers(model: nn.Module) -> None:
-    """The buffers' part of `initialize`: needed before a checkpoint is loaded too, which does not hold all of them."""
+    """Initialize only the buffers: also needed before loading a checkpoint, which does not contain all of them."""
     for path, module in model.named_modules():
         for name, _ in module.named_buffers(recurse=False):
             _require(module, path, name, "init_buffers()")
@@ -73,7 +73,7 @@ def initialize_buffers(model: nn.Module) -> None:
 
 
 def build_to_load(config: DecoderConfig, device: torch.device | str) -> nn.Module:
-    """The model on one device with uninitialized parameters, for weights that are about to be loaded."""
+    """Build the model on one device with uninitialized parameters, for weights that are about to be loaded."""
     with torch.device("meta"):
         model: nn.Module = config.build()
     model.to_empty(device=device)
@@ -91,7 +91,7 @@ def _require(module: nn.Module, path: str, name: str, method: str) -> None:
 
 
 def _draw_blocks(fill: Callable[..., None], name: str, parameter: Tensor, generator: KeyedGenerator, key: str) -> None:
-    """Fill this rank's part of a parameter, with the memory of one block."""
+    """Fill this rank's shard of a parameter, using the memory of one block at a time."""
     part = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     if part.numel() == 0:
         return
@@ -125,12 +125,12 @@ def _draw_whole(module: nn.Module, name: str, parameter: Tensor, generator: Keye
 
 
 def _note_new_value(parameter: Tensor) -> None:
-    if isinstance(parameter, DTensor):  # it does not see that its part was written to
+    if isinstance(parameter, DTensor):  # it does not notice in-place writes to its local tensor
         torch.autograd.graph.increment_version(parameter)
 
 
 def _matrix_shape(parameter: Tensor) -> tuple[int, int]:
-    """A parameter seen as a matrix: its last dim are the columns, all others the rows. A vector is one column."""
+    """Shape of a parameter viewed as a matrix: columns are its last dim, rows all others. A vector is one column."""
     return (parameter.shape[:-1].numel(), parameter.shape[-1]) if parameter.ndim > 1 else (parameter.numel(), 1)
 
 
@@ -145,12 +145,12 @@ def _own_rows_and_columns(parameter: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _overlaps(index_n: Tensor, size: int) -> Iterator[tuple[int, slice, slice | Tensor]]:
-    """The blocks that hold some of the indices: where each begins, and which indices they are: among all, and in it."""
+    """Yield each block that contains some of the indices: its start, their slice of index_n, their offsets in it."""
     block_m, count_m = torch.unique_consecutive(index_n // size, return_counts=True)
     end = 0
     for block, count in zip(block_m.tolist(), count_m.tolist(), strict=True):
         own, end = slice(end, end + count), end + count
         inside_i = index_n[own] - block * size
         first, last = int(inside_i[0]), int(inside_i[-1])
-        # A slice is faster to copy than a list of indices.
+        # Copying a slice is faster than copying by a list of indices.
         yield block * size, own, slice(first, last + 1) if last - first + 1 == count else inside_i

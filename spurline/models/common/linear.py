@@ -1,6 +1,6 @@
-"""Linear layer, output matrix and embedding: products have the dtype of the activations.
+"""Linear layer, output matrix and embedding: matmuls are in the dtype of the activations.
 
-A weight that FSDP2 has gathered in that dtype is used as it is; another one is cast for each use.
+A weight that FSDP2 has all-gathered in that dtype is used as it is; any other is cast on each use.
 """
 
 from collections.abc import Callable
@@ -21,10 +21,10 @@ class Linear(nn.Linear, Adaptable):
     """Matrix product, with a bias if asked for: (..., in_dim) -> (..., out_dim)."""
 
     precision: LowPrecision | None = None
-    """How the matrix is multiplied, if not in the dtype of the activations."""
+    """Low-precision recipe of the matmul (None: the dtype of the activations)."""
 
     def __init__(self, in_dim: int, out_dim: int, std: float = INIT_STD, bias: bool = False) -> None:
-        self.std = std  # before nn.Linear's constructor, which already fills the weight
+        self.std = std  # before nn.Linear's constructor, which initializes the weight
         super().__init__(in_dim, out_dim, bias=bias)
 
     def adaptable_weights(self) -> tuple[str, ...]:
@@ -47,7 +47,7 @@ class Linear(nn.Linear, Adaptable):
 
 
 class SummedLinear(Linear):
-    """A matrix product whose parts on the ranks of tensor parallelism are summed: each adds its share of the bias."""
+    """Row-parallel linear layer: outputs are summed over tensor-parallel ranks, each of which adds 1/n of the bias."""
 
     def __init__(self, in_dim: int, out_dim: int, std: float = INIT_STD, bias: bool = False) -> None:
         super().__init__(in_dim, out_dim, std, bias)
@@ -64,31 +64,31 @@ class OutputMatrix(Linear):
     """The output matrix of a language model (`lm_head` elsewhere): (B, L, D) -> (B, L, V)."""
 
     def forward(self, x: Any, losses: Callable[[Any, Callable[[Tensor], Tensor]], Any] | None = None) -> Any:
-        """Logits; or losses(x, product), for losses that are made of several products.
+        """Logits; or losses(x, product), for losses that need several products with the matrix.
 
-        FSDP2 gathers the matrix and reduces its gradient once for a call: a loss by chunks should be one call.
+        FSDP2 all-gathers the matrix and reduces its gradient once per call, so a chunked loss should be one call.
         """
         product = super().forward
         return product(x) if losses is None else losses(x, product)
 
 
 class Embedding(nn.Embedding):
-    """Token embedding: (B, L) -> (B, L, dim), or this rank's positions under tensor parallelism."""
+    """Token embedding: (B, L) -> (B, L, dim), or only this rank's positions under tensor parallelism."""
 
     tensor_parallel_dims: ClassVar = {"weight": 0}
 
     def __init__(self, num_rows: int, dim: int, std: float = INIT_STD) -> None:
-        self.std = std  # before nn.Embedding's constructor, which already fills the weight
+        self.std = std  # before nn.Embedding's constructor, which initializes the weight
         super().__init__(num_rows, dim)
         self.tp = TensorParallel()
 
     def forward(self, tokens_BL: Tensor) -> Tensor:
         x_BLD = self.tp.embed(tokens_BL, local(self.weight))
-        # Not a view to autograd: FSDP2 warns of modules that return one.
+        # Cloned so that autograd does not see a view: FSDP2 warns about modules that return one.
         return x_BLD if self.tp.group is None else self.tp.reduce_scatter_sequence(x_BLD).clone()
 
     def logits(self, x_BLD: Tensor) -> Tensor:
-        """Logits of a model with tied embeddings, the product with every row: (B, L, dim) -> (B, L, rows)."""
+        """Logits of a model with tied embeddings, products with every row: (B, L, dim) -> (B, L, rows)."""
         return linear(x_BLD, local(self.weight).to(x_BLD.dtype))
 
     @drawn_in_blocks

@@ -1,4 +1,4 @@
-"""The loss of hidden states, without ever holding the logits of all positions.
+"""The loss of hidden states, without materializing the logits of all positions.
 
 B sequences of L positions, T = B * L; D model width, V vocabulary, c positions of one chunk.
 """
@@ -14,18 +14,18 @@ from spurline.accelerator import total_memory
 LossSum = Callable[[Tensor, Tensor], Tensor]
 """Logits (B, L, V) and labels (B, L) -> the loss, summed over labels."""
 CPU_CHUNK_BYTES = 768 << 20
-"""What a chunk may take on a CPU..."""
+"""Memory limit of a chunk on a CPU."""
 CHUNK_SHARE = 64
-"""... and on an accelerator: one part in so many of its memory."""
+"""On an accelerator, a chunk may use 1 / CHUNK_SHARE of its memory."""
 
 
 def chunked_loss_sum(
     hidden_BLD: Tensor, labels_BL: Tensor, lm_head: Callable[[Tensor], Tensor], loss_sum: LossSum, vocab_size: int
 ) -> Tensor:
-    """loss_sum(lm_head(hidden), labels), a chunk of positions at a time; vocab_size is this rank's part of it.
+    """loss_sum(lm_head(hidden), labels), one chunk of positions at a time; vocab_size is this rank's shard of it.
 
-    The logits of a chunk are computed, reduced to their loss and freed; the backward pass computes them again. All of
-    them are kept where they fit into one chunk.
+    The logits of a chunk are computed, reduced to a loss and freed; the backward pass recomputes them. If all positions
+    fit into one chunk, their logits are kept.
     """
 
     def chunk_loss(hidden_1cD: Tensor, labels_1c: Tensor) -> Tensor:
@@ -41,8 +41,8 @@ def chunked_loss_sum(
 
 
 def positions_per_chunk(device: torch.device, dtype: torch.dtype, vocab_size: int) -> int:
-    """How many positions' logits fit into what a chunk may take on the device, with all that is made of them."""
-    # In float32 the log-probabilities and their gradient; in the dtype of the model the logits and, if it is another,
+    """How many positions fit into the memory limit of a chunk on the device, with all tensors of the logits' size."""
+    # Log-probabilities and their gradient in float32; logits in the model's dtype and, if that is not float32, also
     # their float32 copy and their gradient.
     bytes_per_logit = 12 if dtype.itemsize >= 4 else 12 + 2 * dtype.itemsize
     memory = total_memory(device)

@@ -1,4 +1,4 @@
-"""Attention under a mask: causal, dense, or by blocks.
+"""Attention with a mask: causal, dense, or a BlockMask.
 
 B sequences of L positions in n blocks, of which queries may have l in m blocks; H heads of queries, G of keys and
 values, R and V their widths.
@@ -18,7 +18,7 @@ from spurline.comm.sequence import HeadTailShard
 WITHOUT_BLOCKS = {"mps"}
 """Accelerators on which flex_attention does not train."""
 BLOCK = 128
-"""Positions of a block of a BlockMask: what the kernels on accelerators work on at a time."""
+"""Positions per block of a BlockMask: the tile size of the kernels on accelerators."""
 
 
 def attend(q_BHLR: Tensor, k_BGLR: Tensor, v_BGLV: Tensor, mask: Tensor | BlockMask | None, scale: float) -> Tensor:
@@ -27,7 +27,7 @@ def attend(q_BHLR: Tensor, k_BGLR: Tensor, v_BGLV: Tensor, mask: Tensor | BlockM
     if isinstance(mask, BlockMask):
         if not (q_BHLR.is_cpu and torch.is_grad_enabled()):
             return _flex(q_BHLR.device)(q_BHLR, k_BGLR, v_BGLV, block_mask=mask, scale=scale, enable_gqa=is_grouped)
-        mask = dense_mask(mask)  # a CPU that stands in for an accelerator, on which flex_attention does not train
+        mask = dense_mask(mask)  # a CPU that emulates an accelerator: flex_attention does not train on CPUs
     return F.scaled_dot_product_attention(
         q_BHLR, k_BGLR, v_BGLV, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=is_grouped
     )
@@ -38,8 +38,8 @@ def attention_mask(
 ) -> Tensor | BlockMask | None:
     """The mask of causal attention for `attend`; None where it needs none.
 
-    With document ids, each position attends to its own document only; with `queries`, queries are those of a rank's
-    positions, and keys those of all.
+    With document ids, each position attends only to its own document; with `queries`, queries are this rank's
+    positions and keys are all positions.
     """
     if queries is None:
         return None if documents_BL is None else document_mask(documents_BL)
@@ -49,12 +49,12 @@ def attention_mask(
 
 
 def document_mask(documents_BL: Tensor, query_l: Tensor | None = None) -> Tensor | BlockMask:
-    """Causal attention within each document: (B, L) document ids, which go up, -> a mask for `attend`.
+    """Causal attention within each document: (B, L) ascending document ids -> a mask for `attend`.
 
-    query_l are the positions of the queries, which go up, if they are not all. On a CPU (B, 1, l, L), True where a
-    query sees a key; on an accelerator by blocks, so that no tensor has L * L numbers and blocks of other documents
-    cost nothing. Rotary positions go on counting across a boundary: attention depends only on the distance between two
-    positions.
+    query_l are the ascending positions of the queries (None: all). On a CPU the mask is (B, 1, l, L), True where a
+    query sees a key; on an accelerator it is a BlockMask, so that no tensor has L * L elements and blocks of other
+    documents cost nothing. Rotary positions do not restart at document boundaries: attention depends only on the
+    distance between two positions.
     """
     if acts_as_accelerator(documents_BL.device) and documents_BL.device.type not in WITHOUT_BLOCKS:
         return document_blocks(documents_BL, query_l)
@@ -65,7 +65,7 @@ def document_mask(documents_BL: Tensor, query_l: Tensor | None = None) -> Tensor
 
 
 def document_blocks(documents_BL: Tensor, query_l: Tensor | None = None) -> BlockMask:
-    """The same by blocks: which n blocks of keys each of m blocks of queries sees in part, and which as a whole."""
+    """The same as a BlockMask: which of n key blocks each of m query blocks sees partially, and which fully."""
     length = documents_BL.shape[1]
     key_L = torch.arange(length, device=documents_BL.device)
     position_l = key_L if query_l is None else query_l
@@ -75,7 +75,7 @@ def document_blocks(documents_BL: Tensor, query_l: Tensor | None = None) -> Bloc
     def document(place: Tensor) -> Tensor:
         return documents_BL.index_select(1, place)
 
-    # Ids go up: a block of keys is seen if its last document is still the first one of the queries, or a later one.
+    # Ids ascend: a key block is seen if its last document is the first document of the queries, or a later one.
     is_before_mn = key_first_n <= query_last_m.unsqueeze(1)
     is_seen_Bmn = (document(key_last_n).unsqueeze(1) >= document(query_first_m).unsqueeze(2)) & is_before_mn
     is_all_before_mn = key_first_n + BLOCK - 1 <= query_first_m.unsqueeze(1)  # and no key is past the end
@@ -100,14 +100,14 @@ def _first_and_last(position_l: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _ordered(is_seen_Bmn: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks each block of queries sees, (B, 1, m), and which, (B, 1, m, n): these first."""
+    """How many key blocks each query block sees, (B, 1, m), and all block indices with these first, (B, 1, m, n)."""
     number_B1m = is_seen_Bmn.sum(-1, dtype=torch.int32).unsqueeze(1)
     order_B1mn = torch.argsort(is_seen_Bmn.to(torch.int8), dim=-1, descending=True, stable=True).unsqueeze(1)
     return number_B1m, order_B1mn.to(torch.int32)
 
 
 def dense_mask(mask: Tensor | BlockMask | None) -> Tensor | None:
-    """The mask as (B, 1, L, L), True where a query sees a key; None if it is causal."""
+    """The mask as (B, 1, L, L), True where a query sees a key; None if it is plainly causal."""
     if not isinstance(mask, BlockMask):
         return mask
     B, (num_queries, num_keys), device = mask.kv_num_blocks.shape[0], mask.seq_lengths, mask.kv_num_blocks.device
@@ -117,7 +117,7 @@ def dense_mask(mask: Tensor | BlockMask | None) -> Tensor | None:
 
 
 def _flex(device: torch.device) -> Any:
-    """flex_attention as one kernel: compiled by itself, unless the block that it is in is compiled."""
+    """flex_attention as one fused kernel: compiled on its own, unless the surrounding block is compiled."""
     return flex_attention if torch.compiler.is_compiling() or device.type == "cpu" else _compiled_flex()
 
 

@@ -16,7 +16,7 @@ from spurline.parallel.tensor import TensorParallel
 class RMSNorm(nn.Module):
     """Scale each row to a root mean square of one, then by a learned weight: (..., dim) -> (..., dim)."""
 
-    keeps_float32: ClassVar = True  # its weight, in whatever dtype FSDP2 gathers others
+    keeps_float32: ClassVar = True  # FSDP2 all-gathers its weight in float32, whatever the dtype of other weights
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class RMSNorm(nn.Module):
 
 
 class AllHeadsNorm(RMSNorm):
-    """RMSNorm over the channels of all heads; under tensor parallelism a rank has those of some of them."""
+    """RMSNorm over the channels of all heads, of which a rank holds some under tensor parallelism."""
 
     tensor_parallel_dims: ClassVar = {"weight": 0}
 
@@ -54,14 +54,14 @@ class AllHeadsNorm(RMSNorm):
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """(..., D) -> (..., D)."""
+    """Functional RMSNorm: (..., D) -> (..., D)."""
     if torch.compiler.is_compiling():  # inductor fuses it into one kernel
         return F.rms_norm(x, weight_D.shape, weight_D, eps)
     return _RMSNorm.apply(x, weight_D, eps)
 
 
 class _RMSNorm(Function):
-    """Few passes over few temporaries: as separate autograd ops it takes nearly three times as long."""
+    """RMSNorm in few passes with few temporaries: as separate autograd ops it takes nearly three times as long."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float) -> Tensor:

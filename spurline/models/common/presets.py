@@ -20,7 +20,7 @@ M = TypeVar("M", bound=ModelConfig)
 
 
 def debug_run(model: M) -> RunConfig[M]:
-    """A run of some seconds on a CPU, in which the loss clearly falls."""
+    """A run of a few seconds on a CPU in which the loss clearly falls."""
     return RunConfig(
         model=model,
         training=Training(steps=60, seq_len=128, local_batch_size=8),
@@ -32,7 +32,7 @@ def debug_run(model: M) -> RunConfig[M]:
 def full_size_run(
     model: M, lr: float, seq_len: int = 4096, recompute: Literal["selective", "full"] = "selective"
 ) -> RunConfig[M]:
-    """A starting point for many GPUs: bfloat16, one sequence a rank, activation checkpointing."""
+    """A starting point for many GPUs: bfloat16, one sequence per rank, activation checkpointing."""
     return RunConfig(
         model=model,
         training=Training(steps=10_000, seq_len=seq_len, local_batch_size=1, dtype="bfloat16"),
@@ -44,9 +44,9 @@ def full_size_run(
 
 
 def spread_experts(run: RunConfig[M], expert_parallel: int, resend_rows: bool = False) -> RunConfig[M]:
-    """The run with its experts over so many ranks: what fits the devices of the table of presets in docs/planning.md.
+    """The run with its experts spread over `expert_parallel` ranks, to fit the devices listed in docs/planning.md.
 
-    resend_rows: for models whose experts' rows would not fit, if they were all kept.
+    resend_rows: for models whose dispatched rows would not fit in memory if they were all kept.
     """
     mode = replace(run.activation_checkpoint, mode="selective_resend") if resend_rows else run.activation_checkpoint
     return replace(run, parallelism=Parallelism(expert_parallel_degree=expert_parallel), activation_checkpoint=mode)

@@ -27,7 +27,7 @@ def rope_frequencies(
 ) -> Tensor:
     """The rotary frequency of each of the dim / 2 pairs, theta ** (-2i / dim): (P,)."""
     frequency_P = theta ** (-torch.arange(0, dim, 2, device=device, dtype=torch.float32) / dim)
-    # From 0 at the pairs that keep their frequency to 1 at those whose frequency is divided by the whole factor.
+    # slowed_P is 0 for pairs that keep their frequency and 1 for pairs whose frequency is divided by the full factor.
     if yarn is not None and yarn.factor > 1:
         slowed_P = _slowed_by_yarn(dim, theta, device, yarn)
         return frequency_P * (1 - slowed_P + slowed_P / yarn.factor)
@@ -49,7 +49,7 @@ def _slowed_by_yarn(dim: int, theta: float, device: torch.device, yarn: YarnConf
 
 
 def _pair_that_rotates(times: float, dim: int, theta: float, yarn: YarnConfig) -> float:
-    """Index, with a fraction, of the pair that rotates so many times within the original length."""
+    """Fractional index of the pair that rotates `times` times within the original length."""
     return dim * math.log(yarn.original_seq_len / (2 * math.pi * times)) / (2 * math.log(theta))
 
 
@@ -90,7 +90,7 @@ def _rotate(x_BLHR: Tensor, cos_LP: Tensor, sin_LP: Tensor, adjacent: bool) -> T
 
 
 class _Rotation(Function):
-    """Few passes over memory; the backward pass rotates the gradient by the negative angle."""
+    """Rotation in few passes over memory; the backward pass rotates the gradient by the negative angle."""
 
     @staticmethod
     def forward(ctx: Any, x_BLHR: Tensor, cos_L1P: Tensor, sin_L1P: Tensor, adjacent: bool) -> Tensor:
@@ -107,7 +107,7 @@ class _Rotation(Function):
 
 def _rotate_in_one_pass(x_BLHR: Tensor, cos_L1P: Tensor, sin_L1P: Tensor, adjacent: bool) -> Tensor:
     dtype = torch.promote_types(x_BLHR.dtype, cos_L1P.dtype)
-    if adjacent:  # a pair is a complex number, and a rotation is a product with another one
+    if adjacent:  # a pair is a complex number, and a rotation multiplies it by another one
         pairs_BLHP = torch.view_as_complex(x_BLHR.to(dtype).unflatten(-1, (-1, 2)).contiguous())
         return torch.view_as_real(pairs_BLHP * torch.complex(cos_L1P, sin_L1P)).flatten(-2)
     rotated_BLHR = torch.empty(x_BLHR.shape, dtype=dtype, device=x_BLHR.device)

@@ -10,12 +10,12 @@ class Sampling:
     temperature: float = 0.8
     """Softmax temperature (0: greedy)."""
     top_k: int = 40
-    """Sample from the k most likely tokens only (0: from all)."""
+    """Sample only from the k most likely tokens (0: all)."""
     top_p: float = 1.0
     """Nucleus sampling, after top_k: the smallest set of tokens with at least this total probability (1: off)."""
 
     def problems(self) -> list[str]:
-        """All errors, one message each; empty if it is valid."""
+        """All errors, one message each; empty if valid."""
         found = []
         if not 0 <= self.temperature < float("inf"):
             found.append(f"temperature must be a number from 0 on, got {self.temperature}")

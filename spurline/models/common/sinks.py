@@ -13,9 +13,9 @@ def attend_with_sinks(
 ) -> Tensor:
     """Causal attention, or attention under the mask, with sinks: -> (B, H, L, R).
 
-    A sink is a further key, in front of all others, whose product with a query of its head is the sink and whose value
-    is zero. So that one key serves the N query heads of its group, queries get N further channels: a one-hot number of
-    the head. A further query in front keeps attention causal. No logits are held: any fused kernel can run it.
+    A sink is an extra key, before all others, whose dot product with its head's queries is the sink and whose value is
+    zero. For one key to serve the N query heads of its group, queries get N extra channels: a one-hot encoding of the
+    head. An extra query in front keeps attention causal. No logits are materialized: any fused kernel can run it.
     """
     B, H, L, R = q_BHLR.shape
     G = k_BGLR.shape[1]

@@ -1,4 +1,4 @@
-"""Cut a decoder into pipeline stages: contiguous parts that are models of their own."""
+"""Split a decoder into pipeline stages: contiguous parts that are models of their own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ D = TypeVar("D", bound="Decoder")
 def cut_stage(
     model: D, first_layer: int, end_layer: int, is_first: bool | None = None, is_last: bool | None = None
 ) -> D:
-    """A copy of `model` with layers first_layer to end_layer - 1, and what else is on that stage."""
+    """A copy of `model` with layers first_layer to end_layer - 1 and the other modules of that stage."""
     num_layers, name = model.config.num_layers, type(model).__name__
     if model.tp.group is not None:
         raise ValueError(f"{name}: cut the model into stages before it is parallelized")
@@ -54,5 +54,5 @@ def _check_range(name: str, num_layers: int, first: int, end: int, is_first: boo
 
 
 def _empty(module: nn.Module | None) -> nn.Module | None:
-    """What stands for a module that a stage does not have; the modules of a list or dict can still be looped over."""
+    """The placeholder of a module that a stage does not have: None, or an empty list or dict to iterate over."""
     return type(module)() if isinstance(module, nn.ModuleDict | nn.ModuleList) else None

@@ -1,4 +1,4 @@
-"""Sliding windows. B sequences of L positions, by default the last of S keys."""
+"""Sliding-window attention. B sequences of L query positions, by default the last of S keys."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from torch import Tensor
 def in_window(
     mask_B1LS: Tensor | None, q_BHLR: Tensor, num_keys: int, window: int, query_L: Tensor | None = None
 ) -> Tensor | None:
-    """The mask of a layer whose queries see `window` positions, themselves included (0 = all before them).
+    """The mask of a layer whose queries see `window` positions, including their own (0: all before them).
 
     Without a mask, attention is causal. query_L are the positions of the queries, if they are not the last ones.
     """

@@ -1,7 +1,7 @@
-"""DeepSeek checkpoints of Hugging Face: V3 for sigmoid scores, V2 for softmax scores.
+"""DeepSeek in Hugging Face format: V3 for sigmoid scores, V2 for softmax scores.
 
 Both pair adjacent rotary channels, as we do, so no weight is permuted. V2 selects experts by score alone: it has no
-selection bias, doesn't normalize weights, and scores a group by its best expert, where ours takes the two best.
+selection bias, doesn't normalize weights, and scores a group by its best expert, where ours uses the two best.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from spurline.moe.config import MoEConfig
 
 _V2, _V3 = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"
 _LATENT_NORM_EPS = 1e-6
-"""Epsilon of the norms inside latent attention, whatever rms_norm_eps is; ours use norm_eps for all norms."""
+"""Epsilon of the norms inside latent attention, whatever rms_norm_eps is; ours uses norm_eps for all norms."""
 _NAMES_V2 = (
     DECODER_NAMES
     | EXPERT_NAMES
@@ -48,7 +48,7 @@ _NAMES_V2 = (
         "layers.{layer}.attention.wo.weight": "model.layers.{layer}.self_attn.o_proj.weight",
     }
 )
-# Prediction modules are stored as further layers behind the last one: see _V3Architecture.
+# Prediction modules are stored as additional layers after the last one: see _V3Architecture.
 _NAMES_V3 = _NAMES_V2 | {
     "layers.{layer}.moe.router.expert_bias_E": "model.layers.{layer}.mlp.gate.e_score_correction_bias",
     "layers.{layer}.enorm.weight": "model.layers.{layer}.enorm.weight",
@@ -89,7 +89,7 @@ def _read_shared(theirs: TheirConfig, **routing: Any) -> DeepSeekV3Config:
         )
     theirs.require("moe_layer_freq", 1)
     theirs.require("num_key_value_heads", fields["num_heads"])
-    theirs.skip("head_dim", "qk_head_dim")  # which follow from the widths below
+    theirs.skip("head_dim", "qk_head_dim")  # they follow from the widths below
     widths = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     num_shared = theirs.take("n_shared_experts", int, null=0)
     if num_shared < 1:
@@ -115,7 +115,7 @@ def _read_v2(theirs: TheirConfig) -> DeepSeekV3Config:
     theirs.require("scoring_func", "softmax")
     theirs.require("topk_method", "greedy")
     theirs.require("norm_topk_prob", False)
-    theirs.skip("n_group", "topk_group")  # which greedy selection ignores
+    theirs.skip("n_group", "topk_group")  # greedy selection ignores them
     return _read_shared(theirs, score_func="softmax")
 
 

@@ -25,7 +25,7 @@ class DeepSeekV3(Decoder):
 
     def __init__(self, config: DeepSeekV3Config) -> None:
         super().__init__(config)
-        last = config.num_layers - 1  # a prediction module has one more block like the last
+        last = config.num_layers - 1  # a prediction module has one more block like the last one
         self.mtp = nn.ModuleDict(
             {str(k): PredictionModule(config, self.make_attention(last)) for k in range(config.num_mtp_layers)}
         )
@@ -50,7 +50,7 @@ class DeepSeekV3(Decoder):
         return super().last_stage_modules() | ({"mtp", "embedding"} if self.config.num_mtp_layers else {"mtp"})
 
     def blocks(self) -> list[nn.Module]:
-        """What activation checkpointing, compile and FSDP2 apply to, one by one."""
+        """The modules that activation checkpointing, compile and FSDP2 wrap individually."""
         return [*self.layers.values(), *self.mtp.values()]
 
     def loss(
@@ -66,11 +66,11 @@ class DeepSeekV3(Decoder):
     def mtp_hidden_states(
         self, hidden_BLD: Tensor, tokens_BL: Tensor, documents_BL: Tensor | None = None
     ) -> list[Tensor]:
-        """What the prediction modules make of the last hidden state (B, L, D): module k has L - k positions.
+        """The output of each prediction module, from the last hidden state (B, L, D): module k has L - k positions.
 
-        Module k, from 1 on, reads at position i the hidden state of the module before it (or of the model) and the
-        embedding of token i + k, to predict the token after that one. The last k positions have no such token: they are
-        left out, and so are neither routed nor counted.
+        Module k, from 1 on, reads at position i the hidden state of the previous module (or of the model) and the
+        embedding of token i + k, and predicts the token after it. The last k positions have no such token: they are
+        dropped, and so are neither routed nor counted.
         """
         if tokens_BL.shape[1] <= len(self.mtp):
             raise ValueError(
@@ -90,15 +90,15 @@ class DeepSeekV3(Decoder):
         return found
 
     def _shard_ahead(self, tokens_BL: Tensor, k: int) -> HeadTailShard | None:
-        """Context parallelism: a rank keeps the positions that it has of the last hidden state, but for the last k."""
+        """Context parallelism: a rank keeps its positions of the last hidden state, except the sequence's last k."""
         shard = self.shard_of(tokens_BL)
         return None if shard is None else shard.shortened(k)
 
     def _own_ahead(self, x_BL: Tensor, k: int) -> Tensor:
-        """What is k ahead of each of this rank's positions: (B, L) -> (B, l), or (B, L - k) if all are this rank's."""
+        """The element k ahead of each of this rank's positions: (B, L) -> (B, l), or (B, L - k) if it holds all."""
         return own(x_BL[:, k:], self._shard_ahead(x_BL, k))
 
     def _own_positions(self, x_BLD: Tensor) -> Tensor:
-        """This rank's part of positions that every rank of the tp group has: (B, L, D) -> (B, l, D)."""
+        """This rank's shard of positions that every rank of the tp group holds: (B, L, D) -> (B, l, D)."""
         size = 1 if self.tp.group is None else self.tp.group.size()
         return SequenceShard(x_BLD.shape[1], size, self.tp.rank).shard(x_BLD, dim=1)

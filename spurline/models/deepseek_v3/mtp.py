@@ -16,7 +16,7 @@ from spurline.models.deepseek_v3.configs import DeepSeekV3Config
 class PredictionModule(nn.Module):
     """Hidden states and the embeddings of the tokens ahead -> hidden states that predict one token further.
 
-    (B, l, D) and (B, l, D) -> (B, l, D). Embedding and output matrix are those of the model.
+    (B, l, D) and (B, l, D) -> (B, l, D). Embedding and output matrix are shared with the model.
     """
 
     def __init__(self, config: DeepSeekV3Config, attention: nn.Module) -> None:

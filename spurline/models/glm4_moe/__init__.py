@@ -1,1 +1,1 @@
-"""GLM-4.5: half of a head rotates, biases of queries, keys and values, and experts as in DeepSeek-V3."""
+"""GLM-4.5: partial RoPE (half of each head), QKV biases, and experts as in DeepSeek-V3."""

@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Glm4MoEConfig(SparseDecoderConfig, GroupedQueryConfig):
-    """Grouped-query attention of which a part of each head rotates; experts with sigmoid scores, balanced by bias."""
+    """Grouped-query attention with partial RoPE; experts with sigmoid scores, balanced by a selection bias."""
 
     num_dense_layers: int = 1
-    """Number of first blocks with a dense feed-forward instead of an MoE layer."""
+    """Number of blocks at the start with a dense feed-forward instead of an MoE layer."""
     qkv_bias: bool = True
-    """Biases of queries, keys and values."""
+    """Biases in the query, key and value projections."""
     qk_norm: bool = False
-    """Normalize the query and the key of each head."""
+    """Normalize the queries and keys of each head."""
     rotary_fraction: float = 0.5
-    """The part of a head's channels, from the first on, that rotary position embedding rotates."""
+    """Fraction of each head's channels, counted from the first, that rotary position embedding rotates."""
 
     def problems(self) -> list[str]:
         found = super().problems()
@@ -54,7 +54,7 @@ def _moe(**sizes: Any) -> MoEConfig:
 
 
 def glm4_moe_debugmodel() -> RunConfig[Glm4MoEConfig]:
-    """A tiny model with 8 experts, 2 a token, and a shared one, that learns in seconds on a CPU."""
+    """A tiny model with 8 experts, 2 per token, and a shared one, that learns in seconds on a CPU."""
     moe = _moe(hidden_dim=96, num_experts=8, top_k=2, bias_update_rate=1e-2)
     return debug_run(Glm4MoEConfig(dim=128, num_layers=3, dense_hidden_dim=384, head_dim=32, qk_norm=True, moe=moe))
 
@@ -69,14 +69,14 @@ _PUBLISHED: dict[str, Any] = {
 
 
 def glm4_5_air() -> RunConfig[Glm4MoEConfig]:
-    """GLM-4.5-Air: 46 layers of width 4096 with 128 experts, 8 a token, and a shared one."""
+    """GLM-4.5-Air: 46 layers of width 4096 with 128 experts, 8 per token, and a shared one."""
     moe = _moe(hidden_dim=1408, num_experts=128, top_k=8, bias_update_rate=1e-3)
     model = Glm4MoEConfig(dim=4096, num_layers=46, dense_hidden_dim=10_944, moe=moe, **_PUBLISHED)
     return spread_experts(full_size_run(model, lr=2.5e-4), 8)
 
 
 def glm4_5() -> RunConfig[Glm4MoEConfig]:
-    """GLM-4.5: 92 layers of width 5120 with 160 experts, 8 a token, and a shared one."""
+    """GLM-4.5: 92 layers of width 5120 with 160 experts, 8 per token, and a shared one."""
     moe = _moe(hidden_dim=1536, num_experts=160, top_k=8, route_scale=2.5, bias_update_rate=1e-3)
     model = Glm4MoEConfig(
         dim=5120, num_layers=92, num_dense_layers=3, dense_hidden_dim=12_288, qk_norm=True, moe=moe, **_PUBLISHED

@@ -1,4 +1,4 @@
-"""GLM-4.5 as Hugging Face stores it: attention like a Llama's, experts like those of DeepSeek-V3."""
+"""GLM-4.5 in Hugging Face format: attention as in Llama, experts as in DeepSeek-V3."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The GLM-4.5 models: a decoder with grouped-query attention of which a part of each head rotates."""
+"""The GLM-4.5 models: a decoder with grouped-query attention and partial RoPE."""
 
 from spurline.models.common.grouped_query import GroupedQueryDecoder
 from spurline.models.glm4_moe.configs import Glm4MoEConfig

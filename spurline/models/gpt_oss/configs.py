@@ -27,10 +27,10 @@ def _moe(**sizes: Any) -> MoEConfig:
 
 @dataclass(frozen=True)
 class GptOssConfig(SparseDecoderConfig, GroupedQueryConfig):
-    """Attention with sinks and biases, and a sliding window in every second layer, from the first on."""
+    """Attention with sinks and biases, and a sliding window in every second layer, starting with the first."""
 
     sliding_window: int = 128
-    """How many positions a query of layers 0, 2, 4, .. sees, itself included; those of the others see all before."""
+    """Positions that a query sees in layers 0, 2, 4, ..., including its own; in other layers it sees all before it."""
     moe: MoEConfig = field(default_factory=_moe)
 
     def problems(self) -> list[str]:
@@ -47,7 +47,7 @@ class GptOssConfig(SparseDecoderConfig, GroupedQueryConfig):
 
 
 def gpt_oss_debugmodel() -> RunConfig[GptOssConfig]:
-    """A tiny model with 8 experts, 2 a token, that learns in seconds on a CPU."""
+    """A tiny model with 8 experts, 2 per token, that learns in seconds on a CPU."""
     moe = _moe(hidden_dim=96, num_experts=8, top_k=2)
     return debug_run(GptOssConfig(dim=128, num_layers=4, head_dim=32, sliding_window=32, moe=moe))
 
@@ -69,12 +69,12 @@ def _published(lr: float, num_layers: int, num_experts: int) -> RunConfig[GptOss
 
 
 def gpt_oss_20b() -> RunConfig[GptOssConfig]:
-    """24 layers of width 2880 with 32 experts, 4 a token."""
+    """24 layers of width 2880 with 32 experts, 4 per token."""
     return _published(3e-4, num_layers=24, num_experts=32)
 
 
 def gpt_oss_120b() -> RunConfig[GptOssConfig]:
-    """36 layers of width 2880 with 128 experts, 4 a token."""
+    """36 layers of width 2880 with 128 experts, 4 per token."""
     return spread_experts(_published(2e-4, num_layers=36, num_experts=128), 8)
 
 

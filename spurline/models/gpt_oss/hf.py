@@ -1,6 +1,6 @@
-"""gpt-oss as Hugging Face stores it: all experts of a layer in one tensor, transposed, gate and up in turn.
+"""gpt-oss in Hugging Face format: all experts of a layer in one tensor, transposed, gate and up interleaved.
 
-Published weights are MXFP4; they are read as the bfloat16 tensors that they stand for, and exported as such.
+Published weights are MXFP4; they are dequantized to bfloat16 when read, and exported as bfloat16.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _obstacles(model: GptOssConfig) -> list[str]:
 
 def _write(model: GptOssConfig) -> dict[str, Any]:
     written = write_decoder(model)
-    # Without any scaling, transformers would take the one of the published models.
+    # Without any scaling, transformers would use that of the published models.
     written["rope_scaling"] = written["rope_scaling"] or {"rope_type": "default"}
     return written | {
         "attention_bias": True,

@@ -20,7 +20,7 @@ class MistralConfig(GroupedQueryConfig):
     """Grouped-query attention with an optional sliding window."""
 
     sliding_window: int = 0
-    """How many positions a query sees, itself included (0 = all before it)."""
+    """How many positions a query sees, including its own (0: all before it)."""
 
     def problems(self) -> list[str]:
         found = super().problems()
@@ -39,7 +39,7 @@ class MistralConfig(GroupedQueryConfig):
 
 @dataclass(frozen=True)
 class MixtralConfig(SparseDecoderConfig, MistralConfig):
-    """The same with experts."""
+    """Mistral with experts."""
 
 
 def mistral_debugmodel() -> RunConfig[MistralConfig]:
@@ -48,7 +48,7 @@ def mistral_debugmodel() -> RunConfig[MistralConfig]:
 
 
 def mixtral_debugmodel() -> RunConfig[MixtralConfig]:
-    """A tiny model with 8 experts, 2 a token, that learns in seconds on a CPU."""
+    """A tiny model with 8 experts, 2 per token, that learns in seconds on a CPU."""
     moe = MoEConfig(hidden_dim=192, num_experts=8, top_k=2, route_norm=True, aux_loss="batch")
     return debug_run(MixtralConfig(dim=128, num_layers=3, head_dim=32, moe=moe))
 
@@ -91,12 +91,12 @@ def _sparse(lr: float, dim: int, num_layers: int, num_heads: int, expert_hidden_
 
 
 def mixtral_8x7b() -> RunConfig[MixtralConfig]:
-    """32 layers of width 4096 with 8 experts, 2 a token."""
+    """32 layers of width 4096 with 8 experts, 2 per token."""
     return _sparse(3e-4, dim=4096, num_layers=32, num_heads=32, expert_hidden_dim=14_336)
 
 
 def mixtral_8x22b() -> RunConfig[MixtralConfig]:
-    """56 layers of width 6144 with 8 experts, 2 a token."""
+    """56 layers of width 6144 with 8 experts, 2 per token."""
     return spread_experts(_sparse(2e-4, dim=6144, num_layers=56, num_heads=48, expert_hidden_dim=16_384), 8)
 
 

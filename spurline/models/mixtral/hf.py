@@ -1,4 +1,4 @@
-"""Mistral and Mixtral as Hugging Face stores them: the experts of a layer as block_sparse_moe, gate, down, up."""
+"""Mistral and Mixtral in Hugging Face format: a layer's experts are block_sparse_moe, with w1 gate, w2 down, w3 up."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _read_dense(theirs: TheirConfig) -> MistralConfig:
 
 def _read_sparse(theirs: TheirConfig) -> MixtralConfig:
     fields = _read_shared(theirs)
-    theirs.skip("router_jitter_noise")  # which is noise of the training
+    theirs.skip("router_jitter_noise")  # only used in training
     moe = MoEConfig(
         hidden_dim=fields["dense_hidden_dim"],
         num_experts=theirs.take("num_local_experts", int),

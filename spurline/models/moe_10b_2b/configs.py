@@ -1,7 +1,7 @@
-"""The 10B-A2B presets: the DeepSeek model with 36 experts a layer. No torch import.
+"""The 10B-A2B presets: the DeepSeek model with 36 experts per layer. No torch import.
 
-Parameters are counted with embedding and output head, which depend on the vocabulary. With that of 102,400 there are
-9.41B, of which a token meets 1.98B; with that of 256,128 there are 10.0B and 2.61B.
+Parameter counts include embedding and output head, which depend on the vocabulary: 9.41B in total and 1.98B active with
+a vocabulary of 102,400; 10.0B and 2.61B with 256,128.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from spurline.models.common.presets import debug_run, full_size_run
 from spurline.models.deepseek_v3.configs import DeepSeekV3Config
 from spurline.moe.config import MoEConfig
 
-# Softmax scores as they are, weighing what the experts return.
+# Softmax scores, not renormalized, weigh the experts' outputs.
 _MOE = MoEConfig(num_experts=36, top_k=3, num_shared_experts=2, bias_update_rate=1e-3)
 
 
 def moe_10b_2b_debugmodel() -> RunConfig[DeepSeekV3Config]:
-    """A tiny model with as many experts that learns in seconds on a CPU."""
+    """A tiny model with the same number of experts that learns in seconds on a CPU."""
     model = DeepSeekV3Config(
         dim=128,
         num_layers=3,
@@ -33,7 +33,7 @@ def moe_10b_2b_debugmodel() -> RunConfig[DeepSeekV3Config]:
 
 
 def moe_10b_2b() -> RunConfig[DeepSeekV3Config]:
-    """27 layers of width 2048 with 36 experts, 3 a token, and 2 shared ones."""
+    """27 layers of width 2048 with 36 experts, 3 per token, and 2 shared ones."""
     model = DeepSeekV3Config(
         vocab_size=102_400,
         dim=2048,

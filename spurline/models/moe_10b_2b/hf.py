@@ -1,7 +1,7 @@
-"""The 10B-A2B model as Hugging Face stores it: a DeepSeek-V2, which has its softmax scores.
+"""The 10B-A2B model in Hugging Face format: DeepSeek-V2, which has the same softmax scores.
 
-V2 has no selection bias. A checkpoint can be written as one as long as its bias is zero, as it stays when the model is
-trained with model.moe.bias_update_rate 0.
+V2 has no selection bias, so only a checkpoint whose bias is zero can be exported; train with
+model.moe.bias_update_rate 0 to keep it zero.
 """
 
 from spurline.models.deepseek_v3.hf import V2, architecture_for

@@ -1,1 +1,1 @@
-"""OLMoE: many small experts, and queries and keys that are normalized over all heads."""
+"""OLMoE: many small experts, and queries and keys normalized over all heads."""

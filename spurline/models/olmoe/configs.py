@@ -29,13 +29,13 @@ class OLMoEConfig(SparseDecoderConfig, GroupedQueryConfig):
 
 
 def olmoe_debugmodel() -> RunConfig[OLMoEConfig]:
-    """A tiny model with 16 small experts, 4 a token, that learns in seconds on a CPU."""
+    """A tiny model with 16 small experts, 4 per token, that learns in seconds on a CPU."""
     moe = MoEConfig(hidden_dim=64, num_experts=16, top_k=4, aux_loss="batch", z_loss_weight=1e-3)
     return debug_run(OLMoEConfig(dim=128, num_layers=3, num_kv_heads=4, head_dim=32, moe=moe))
 
 
 def olmoe_7b_a1b() -> RunConfig[OLMoEConfig]:
-    """16 layers of width 2048 with 64 experts, 8 a token."""
+    """16 layers of width 2048 with 64 experts, 8 per token."""
     model = OLMoEConfig(
         vocab_size=50_304,
         dim=2048,

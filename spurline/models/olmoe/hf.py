@@ -1,4 +1,4 @@
-"""OLMoE as Hugging Face stores it."""
+"""OLMoE in Hugging Face format."""
 
 from __future__ import annotations
 

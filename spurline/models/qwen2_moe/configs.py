@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Qwen2Config(GroupedQueryConfig):
-    """Grouped-query attention with biases of queries, keys and values."""
+    """Grouped-query attention with QKV biases."""
 
     qkv_bias: bool = True
-    """Biases of queries, keys and values."""
+    """Biases in the query, key and value projections."""
 
     def build(self) -> Qwen2:
         from spurline.models.qwen2_moe.model import Qwen2
@@ -33,7 +33,7 @@ class Qwen2Config(GroupedQueryConfig):
 
 @dataclass(frozen=True)
 class Qwen2MoEConfig(SparseDecoderConfig, Qwen2Config):
-    """The same with experts, and shared ones weighed by a gate."""
+    """Qwen2 with experts, and shared experts weighted by a gate."""
 
 
 def qwen2_debugmodel() -> RunConfig[Qwen2Config]:
@@ -42,7 +42,7 @@ def qwen2_debugmodel() -> RunConfig[Qwen2Config]:
 
 
 def qwen2_moe_debugmodel() -> RunConfig[Qwen2MoEConfig]:
-    """A tiny model with 8 experts, 2 a token, and a gated shared one, that learns in seconds on a CPU."""
+    """A tiny model with 8 experts, 2 per token, and a gated shared one, that learns in seconds on a CPU."""
     moe = MoEConfig(hidden_dim=96, num_experts=8, top_k=2, num_shared_experts=1, shared_gate=True, aux_loss="batch")
     return debug_run(Qwen2MoEConfig(dim=128, num_layers=3, head_dim=32, moe=moe))
 
@@ -108,13 +108,13 @@ def qwen2_7b() -> RunConfig[Qwen2Config]:
 
 
 def qwen1_5_moe_a2_7b() -> RunConfig[Qwen2MoEConfig]:
-    """24 layers of width 2048 with 60 experts, 4 a token, and a gated shared one as wide as four."""
+    """24 layers of width 2048 with 60 experts, 4 per token, and a gated shared one as wide as four."""
     moe = MoEConfig(hidden_dim=1408, num_experts=60, top_k=4, num_shared_experts=4)
     return _sparse(3e-4, 2048, 24, num_heads=16, num_kv_heads=16, moe=moe)
 
 
 def qwen2_57b_a14b() -> RunConfig[Qwen2MoEConfig]:
-    """28 layers of width 3584 with 64 experts, 8 a token, and a gated shared one as wide as eight."""
+    """28 layers of width 3584 with 64 experts, 8 per token, and a gated shared one as wide as eight."""
     moe = MoEConfig(hidden_dim=2560, num_experts=64, top_k=8, num_shared_experts=8)
     return _sparse(2e-4, 3584, 28, num_heads=28, num_kv_heads=4, moe=moe)
 

@@ -1,4 +1,4 @@
-"""Qwen2 as Hugging Face stores it: a dense class, and one with experts and a gated shared expert."""
+"""Qwen2 in Hugging Face format: a dense class, and one with experts and a gated shared expert."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _SPARSE_NAMES = (
 def _read_shared(theirs: TheirConfig) -> dict[str, Any]:
     fields = read_decoder(theirs)
     theirs.require("use_sliding_window", False)
-    theirs.skip("sliding_window", "max_window_layers")  # which mean nothing without it
+    theirs.skip("sliding_window", "max_window_layers")  # they have no effect without use_sliding_window
     read_layer_types(theirs, "full_attention")
     fields["num_kv_heads"] = theirs.take("num_key_value_heads", int, fields["num_heads"])
     fields["head_dim"] = head_dim_of(theirs, fields)

@@ -30,7 +30,7 @@ class Qwen3Config(GroupedQueryConfig):
 
 @dataclass(frozen=True)
 class Qwen3MoEConfig(SparseDecoderConfig, Qwen3Config):
-    """The same with experts."""
+    """Qwen3 with experts."""
 
 
 def qwen3_debugmodel() -> RunConfig[Qwen3Config]:
@@ -39,7 +39,7 @@ def qwen3_debugmodel() -> RunConfig[Qwen3Config]:
 
 
 def qwen3_debugmodel_moe() -> RunConfig[Qwen3MoEConfig]:
-    """A tiny model with 8 experts, 2 a token, that learns in seconds on a CPU."""
+    """A tiny model with 8 experts, 2 per token, that learns in seconds on a CPU."""
     moe = MoEConfig(hidden_dim=96, num_experts=8, top_k=2, route_norm=True, aux_loss="batch")
     return debug_run(Qwen3MoEConfig(dim=128, num_layers=3, head_dim=48, moe=moe))
 
@@ -106,12 +106,12 @@ def qwen3_32b() -> RunConfig[Qwen3Config]:
 
 
 def qwen3_30b_a3b() -> RunConfig[Qwen3MoEConfig]:
-    """48 layers of width 2048 with 128 experts, 8 a token."""
+    """48 layers of width 2048 with 128 experts, 8 per token."""
     return _sparse(3e-4, dim=2048, num_layers=48, num_heads=32, expert_hidden_dim=768)
 
 
 def qwen3_235b_a22b() -> RunConfig[Qwen3MoEConfig]:
-    """94 layers of width 4096 with 128 experts, 8 a token."""
+    """94 layers of width 4096 with 128 experts, 8 per token."""
     run = _sparse(2e-4, dim=4096, num_layers=94, num_heads=64, expert_hidden_dim=1536)
     return spread_experts(run, 16, resend_rows=True)
 

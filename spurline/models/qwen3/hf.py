@@ -1,4 +1,4 @@
-"""Qwen3 as Hugging Face stores it: a dense class and one with experts; rotary channels are paired as ours are."""
+"""Qwen3 in Hugging Face format: a dense class and one with experts; rotary channels are paired as ours are."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _NAMES = DECODER_NAMES | GROUPED_QUERY_NAMES | QK_NORM_NAMES
 def _read_shared(theirs: TheirConfig) -> dict[str, Any]:
     fields = read_decoder(theirs)
     theirs.require("use_sliding_window", False)
-    theirs.skip("sliding_window", "max_window_layers")  # which mean nothing without it
+    theirs.skip("sliding_window", "max_window_layers")  # they have no effect without use_sliding_window
     read_layer_types(theirs, "full_attention")
     fields["num_kv_heads"] = theirs.take("num_key_value_heads", int)
     return fields

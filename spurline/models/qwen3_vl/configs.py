@@ -31,9 +31,9 @@ class VisionConfig:
     hidden_dim: int = 4304
     """Hidden width of the encoder's feed-forward."""
     positions_per_side: int = 48
-    """Side of the square of learned position embeddings, which is interpolated to the size of every picture."""
+    """Side of the square grid of learned position embeddings, which is interpolated to the size of each image."""
     deepstack_layers: tuple[int, ...] = (8, 16, 24)
-    """DeepStack: blocks whose output is also added to the text model, behind its first block, its second, and so on."""
+    """DeepStack: encoder blocks whose outputs are also added to the text model, after its first block, second, etc."""
 
     def problems(self) -> list[str]:
         found = not_positive(self, "dim", "num_layers", "num_heads", "hidden_dim", "positions_per_side")
@@ -62,7 +62,7 @@ class Qwen3VLConfig(Qwen3Config):
     """Qwen3 with a vision encoder."""
 
     mrope_section: tuple[int, int, int] = (24, 20, 20)
-    """How many pairs of a head's channels rotate by time, by height and by width, interleaved."""
+    """How many of a head's channel pairs rotate by time, by height and by width, interleaved."""
     vision: VisionConfig = field(default_factory=VisionConfig)
 
     def build(self) -> Qwen3VL:
@@ -71,7 +71,7 @@ class Qwen3VLConfig(Qwen3Config):
         return Qwen3VL(self)
 
     def pairs_of_axis(self) -> list[int]:
-        """Whether each pair of a head's channels rotates by time (0), height (1) or width (2)."""
+        """The axis by which each of a head's channel pairs rotates: time (0), height (1) or width (2)."""
         _, height, width = self.mrope_section
         is_height = [pair % 3 == 1 and pair < 3 * height for pair in range(self.head_dim // 2)]
         is_width = [pair % 3 == 2 and pair < 3 * width for pair in range(self.head_dim // 2)]
@@ -94,9 +94,9 @@ class Qwen3VLConfig(Qwen3Config):
         return found
 
     def _embed_cost(self) -> Cost:
-        """The vision encoder counts as if every fourth position were a picture's, which is made of 4 patches.
+        """The vision encoder is counted as if every fourth position were an image feature, made of 4 patches.
 
-        Its attention is left out, since that depends on how large pictures are. The position table is looked up.
+        Its attention is left out because it depends on image sizes. The position table is only looked up.
         """
         params, table = self.vision.num_params(self.dim), self.vision.num_table_params()
         return super()._embed_cost() + Cost(params, params, 6 * (params - table))
@@ -104,7 +104,7 @@ class Qwen3VLConfig(Qwen3Config):
 
 @dataclass(frozen=True)
 class Qwen3VLMoEConfig(SparseDecoderConfig, Qwen3VLConfig):
-    """The same with MoE layers in the text model."""
+    """Qwen3-VL with MoE layers in the text model."""
 
 
 M = TypeVar("M", bound=Qwen3VLConfig)
@@ -121,7 +121,7 @@ _DEBUG: dict[str, Any] = {
 
 
 def _debug_run(model: M) -> RunConfig[M]:
-    """Enough steps to learn what is in a picture, which takes longer than the spelling of captions."""
+    """Enough steps to learn what is in an image, which takes longer than learning to spell captions."""
     run = _on_pictures(debug_run(model))
     return replace(run, training=replace(run.training, steps=240, seq_len=48))
 
@@ -131,12 +131,12 @@ def _on_pictures(run: RunConfig[M]) -> RunConfig[M]:
 
 
 def qwen3_vl_debugmodel() -> RunConfig[Qwen3VLConfig]:
-    """A tiny dense model that learns to describe drawn pictures in seconds on a CPU."""
+    """A tiny dense model that learns to describe drawn images in seconds on a CPU."""
     return _debug_run(Qwen3VLConfig(dense_hidden_dim=384, tied_embeddings=True, **_DEBUG))
 
 
 def qwen3_vl_debugmodel_moe() -> RunConfig[Qwen3VLMoEConfig]:
-    """The same with 8 experts, 2 a token."""
+    """The same with 8 experts, 2 per token."""
     moe = MoEConfig(hidden_dim=96, num_experts=8, top_k=2, route_norm=True, aux_loss="batch")
     return _debug_run(Qwen3VLMoEConfig(moe=moe, **_DEBUG))
 
@@ -203,12 +203,12 @@ def qwen3_vl_32b() -> RunConfig[Qwen3VLConfig]:
 
 
 def qwen3_vl_30b_a3b() -> RunConfig[Qwen3VLMoEConfig]:
-    """48 layers of width 2048 with 128 experts, 8 a token; 27 vision layers."""
+    """48 layers of width 2048 with 128 experts, 8 per token; 27 vision layers."""
     return _sparse(3e-4, dim=2048, num_layers=48, num_heads=32, expert_hidden_dim=768)
 
 
 def qwen3_vl_235b_a22b() -> RunConfig[Qwen3VLMoEConfig]:
-    """94 layers of width 4096 with 128 experts, 8 a token; 27 vision layers."""
+    """94 layers of width 4096 with 128 experts, 8 per token; 27 vision layers."""
     run = _sparse(2e-4, dim=4096, num_layers=94, num_heads=64, expert_hidden_dim=1536)
     return spread_experts(run, 16, resend_rows=True)
 

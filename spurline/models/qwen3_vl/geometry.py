@@ -1,6 +1,6 @@
-"""Positions of patches in their pictures and of pictures in their sequences. All of it is known on the host.
+"""Positions of patches in their images and of images in their sequences, all computed on the host.
 
-I pictures of N patches together, P of them in the largest; B sequences of L positions.
+I images of N patches in total, P of them in the largest; B sequences of L positions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from spurline.data.patch_sizes import MERGE
 
 
 class Padding(NamedTuple):
-    """Index tensors between packed patches (N,) and pictures padded to one size (I, P)."""
+    """Index tensors between packed patches (N,) and images padded to one size (I, P)."""
 
     patch_X: Tensor
     """Which patch fills each of the I * P places; patch 0 where there is padding."""
@@ -26,7 +26,7 @@ class Padding(NamedTuple):
 
 
 def patch_places(spots: Sequence[Spot]) -> Tensor:
-    """Row and column of every patch in its picture, in the order of patches: (N, 2)."""
+    """Row and column of every patch in its image, in patch order: (N, 2)."""
 
     def of_picture(spot: Spot) -> Tensor:
         axes = torch.meshgrid(torch.arange(spot.height), torch.arange(spot.width), indexing="ij")
@@ -39,7 +39,7 @@ def patch_places(spots: Sequence[Spot]) -> Tensor:
 def table_points(spots: Sequence[Spot], place_N2: Tensor, side: int) -> tuple[Tensor, Tensor]:
     """The four grid points around each patch, and their bilinear weights: two of (N, 4).
 
-    The grid has side x side points. The corners of a picture lie on the corners of the grid, whatever its size.
+    The grid has side x side points. The corners of an image lie on the corners of the grid, whatever its size.
     """
     size_I2 = torch.tensor([(spot.height, spot.width) for spot in spots])
     size_N2 = size_I2.repeat_interleave(torch.tensor([spot.num_patches for spot in spots]), dim=0)
@@ -64,8 +64,8 @@ def padding_of(spots: Sequence[Spot]) -> Padding:
 def sequence_positions(spots: Sequence[Spot], B: int, L: int) -> Tensor:
     """Time, height and width of every position of the sequences: (3, B, L).
 
-    For text, all three count on. The features of a picture share the time at which it begins, and from there have rows
-    and columns; what follows counts on from the larger of its sides.
+    For text, all three increase together. The features of an image share the time at which it starts, and their rows
+    and columns count from there; what follows continues after the larger of its sides.
     """
     position_ABL = torch.arange(L).expand(3, B, L).clone()
     for spot in sorted(spots, key=lambda spot: (spot.row, spot.start)):
@@ -80,7 +80,7 @@ def sequence_positions(spots: Sequence[Spot], B: int, L: int) -> Tensor:
 
 
 def feature_of_position(spots: Sequence[Spot], B: int, L: int) -> Tensor:
-    """Which feature stands at each position, -1 where there is text: (B, L)."""
+    """Index of the visual feature at each position, -1 for text: (B, L)."""
     feature_BL = torch.full((B, L), -1)
     num_before = 0
     for spot in spots:

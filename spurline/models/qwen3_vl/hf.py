@@ -1,7 +1,7 @@
-"""Qwen3-VL checkpoints of Hugging Face: a text model and a vision encoder, each with a config of its own.
+"""Qwen3-VL in Hugging Face format: a text model and a vision encoder, each with its own config.
 
-The class with experts stores all experts of a layer in one tensor: transposed, as published, which is how they are
-written here, or as `transformers` has them in memory and saves them. It reads both.
+The class with experts stores all experts of a layer in one tensor, either transposed, as published and as written here,
+or as `transformers` holds them in memory and saves them. Both are read.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _DENSE, _SPARSE = "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGe
 _TEXT_NAMES = {
     ours: theirs and theirs.replace("model.", "model.language_model.", 1) for ours, theirs in QWEN3[1].names.items()
 }
-# Ours -> theirs, in this order.
+# Ours -> theirs, substituted in this order.
 _VISION_NAMES = {
     r"^vision\.": "model.visual.",
     r"\.patch\.": ".patch_embed.proj.",
@@ -51,7 +51,7 @@ _VISION_NAMES = {
     r"\.w([12])\.": r".linear_fc\1.",
 }
 _NO_SCALING = {"yarn.factor": 1.0, "llama3_rope.factor": 1.0}
-_PATCH_SHAPE = (3, FRAMES, PATCH_SIZE, PATCH_SIZE)  # their patches are those of a convolution
+_PATCH_SHAPE = (3, FRAMES, PATCH_SIZE, PATCH_SIZE)  # their patch embedding is a convolution
 _TOKEN_IDS = {
     "image_token_id": 151_655,
     "video_token_id": 151_656,
@@ -77,7 +77,7 @@ class _WithVision(Architecture):
         fused = f"model.language_model.layers.{owner.split('.')[1]}.mlp.experts.{weight.fused}"
         num_experts, num_rows, num_columns = shape
         as_in_memory = num_experts, weight.num_parts * num_rows, num_columns
-        is_square = as_in_memory[1] == num_columns  # which transformers takes for its own form
+        is_square = as_in_memory[1] == num_columns  # then transformers assumes its in-memory layout
         if is_square or (fused in present and tuple(present[fused].shape) == as_in_memory):
             return fused_slot(name, shape, fused, weight)
         first = weight.part * num_rows
@@ -139,7 +139,7 @@ def _section(content: Mapping[str, Any]) -> tuple[int, int, int]:
 
 
 def _without_sections(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Their config with rotary options as every decoder has them; the sections always take turns in this family."""
+    """Their config with the rotary options common to all decoders; M-RoPE is always interleaved in this family."""
     changed = dict(content)
     for key in content.keys() & {"rope_scaling", "rope_parameters"}:
         rope = content[key] or {}

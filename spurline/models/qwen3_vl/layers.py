@@ -35,7 +35,7 @@ class BiasedLinear(Linear):
 class LayerNorm(nn.Module):
     """LayerNorm: each row to zero mean and unit variance, then a learned scale and shift."""
 
-    keeps_float32: ClassVar = True  # its parameters, in whatever dtype FSDP2 gathers others
+    keeps_float32: ClassVar = True  # FSDP2 all-gathers its parameters in float32, whatever the dtype of others
 
     def __init__(self, dim: int, eps: float = 1e-6) -> None:
         super().__init__()

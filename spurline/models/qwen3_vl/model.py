@@ -1,6 +1,6 @@
-"""The Qwen3-VL models: Qwen3 with pictures in its sequences.
+"""The Qwen3-VL models: Qwen3 with images in its sequences.
 
-B sequences of L positions, of which this rank has l; D model width; M visual features of all pictures.
+B sequences of L positions, of which this rank has l; D model width; M visual features of all images.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ V = TypeVar("V", bound="Qwen3VL")
 
 
 class Qwen3VL(Qwen3):
-    """Vision-language model: tokens (B, L) and pictures among them -> logits (B, L, vocab_size).
+    """Vision-language model: tokens (B, L) and images among them -> logits (B, L, vocab_size).
 
-    A picture's features replace the embeddings of the tokens at its spot. DeepStack adds features from the middle of
-    the vision encoder to the hidden states at the same positions, behind the first blocks of the text model.
+    An image's features replace the embeddings of its placeholder tokens. DeepStack adds features from intermediate
+    layers of the vision encoder to the hidden states at the same positions, after the first blocks of the text model.
     """
 
     config: Qwen3VLConfig
@@ -41,7 +41,7 @@ class Qwen3VL(Qwen3):
         self.vision = VisionEncoder(config.vision, config.dim)
 
     def blocks(self) -> list[nn.Module]:
-        """What activation checkpointing, compile and FSDP2 apply to, one by one."""
+        """The modules that activation checkpointing, compile and FSDP2 wrap individually."""
         vision = [] if self.vision is None else self.vision.layers.values()
         return [*vision, *self.layers.values()]
 
@@ -51,7 +51,7 @@ class Qwen3VL(Qwen3):
     def stage(
         self: V, first_layer: int, end_layer: int, *, is_first: bool | None = None, is_last: bool | None = None
     ) -> V:
-        """One pipeline stage. The first has the vision encoder, and all blocks that DeepStack adds features behind."""
+        """One pipeline stage. The first has the vision encoder and all blocks after which DeepStack adds features."""
         num_deepstack = len(self.config.vision.deepstack_layers)
         has_all = first_layer == 0 and end_layer >= num_deepstack and is_first is not False
         if first_layer < num_deepstack and not has_all:
@@ -70,7 +70,7 @@ class Qwen3VL(Qwen3):
         images: Images | None = None,
         **extras: Any,
     ) -> Tensor:
-        """(B, L) -> (B, l, D). A KV cache and document ids are for text without pictures."""
+        """(B, L) -> (B, l, D). A KV cache and document ids are supported only for text without images."""
         if images is None or self.vision is None:
             return super().hidden_states(tokens_BL, cache, hidden_BlD, images=images, **extras)
         context = self.block_context(tokens_BL, cache, images=images, **extras)
@@ -96,7 +96,7 @@ class Qwen3VL(Qwen3):
         shard: HeadTailShard | None = None,
         images: Images | None = None,
     ) -> BlockContext:
-        """With pictures, rotary positions have three axes, which follow from the pictures' sizes and places."""
+        """With images, rotary positions have three axes, derived from the images' sizes and positions."""
         if images is None:
             return super().block_context(tokens_BL, cache, documents_BL, shard)
         assert cache is None, "a KV cache is for text without pictures"
@@ -110,8 +110,8 @@ class Qwen3VL(Qwen3):
     def _encode(self, vision: VisionEncoder, images: Images) -> tuple[Tensor, list[Tensor]]:
         patches_NC, spots = images.patches_NC, images.spots
         if not spots:
-            # A rank without pictures still takes part in the collectives of the other ranks' encoders. No feature of
-            # this blank picture is used, so the encoder's gradients are zeros.
+            # A rank without images must still take part in the encoder's collectives. No feature of this blank image
+            # is used, so the encoder's gradients are zeros.
             spots = (Spot(row=0, start=0, height=2, width=2),)
             patches_NC = patches_NC.new_zeros(spots[0].num_patches, patches_NC.shape[1])
         return vision(patches_NC.to(self.compute_dtype), spots)

@@ -1,6 +1,6 @@
-"""The vision encoder: patches of pictures become features that take positions of a sequence.
+"""The vision encoder: turns image patches into features that fill positions of a sequence.
 
-N patches of I pictures, P patches in the largest; V the encoder's width, H heads of width R; M features, each made of
+N patches of I images, P patches in the largest; V the encoder's width, H heads of width R; M features, each made of
 2 x 2 patches; D width of the text model.
 """
 
@@ -23,7 +23,7 @@ _ROPE_THETA = 10_000.0
 
 
 class VisionAttention(nn.Module):
-    """Attention of every patch to all patches of its picture: (N, V) -> (N, V)."""
+    """Attention of every patch to all patches of its image: (N, V) -> (N, V)."""
 
     def __init__(self, config: VisionConfig, output_std: float) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class VisionBlock(nn.Module):
 class Merger(nn.Module):
     """Merges 2 x 2 adjacent patches into one feature of the text model's width: (N, V) -> (M, D).
 
-    The last layer's patches are normalized one by one, those of DeepStack's layers after they are merged.
+    The last layer's patches are normalized before merging, those of DeepStack's layers after it.
     """
 
     def __init__(self, dim: int, text_dim: int, norm_merged: bool) -> None:
