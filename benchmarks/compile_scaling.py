@@ -3,9 +3,9 @@
     python benchmarks/compile_scaling.py --module deepseek_v3 --config deepseek_v3_671b --ep 64 --layers 6 61 \
         --ranks 64 1024 [--tp 2] [--remat full] [--forced_balance] [--check_exchange] [--backend aot_eager]
 
-One forward and backward pass of the real preset on rank 0 of ranks that do not exist (PyTorch's fake process group), on
-fake tensors, which have no memory: what is measured is tracing. Each case has a process of its own. Time is CPU time of
-one thread, memory the growth of the process's peak. The compiler takes most of it; the rest is FSDP2 and autograd.
+One forward and backward pass of the real preset as rank 0 of PyTorch's fake process group, on fake tensors, which use
+no memory: only tracing is measured. Each case runs in its own process. Time is CPU time of one thread, memory the
+growth of the process's peak. The compiler takes most of it; the rest is FSDP2 and autograd.
 """
 
 import argparse
@@ -45,13 +45,13 @@ def measure(args: argparse.Namespace, ranks: int, layers: int) -> None:
     parallelism = Parallelism(tensor_parallel_degree=args.tp, expert_parallel_degree=args.ep)
     with torch.device("meta"):
         model = config.build()
-    # Ranks that do not exist can't confirm that they have the same layers.
+    # Fake ranks can't confirm that they have the same layers.
     same = mock.patch.object(spurline.parallel.expert, "_same_on_all_ranks", lambda moe, group, *_: [{}] * group.size())
     with same:
         meshes = build_meshes(resolve_degrees(parallelism, ranks), "cpu")
         compiled = Compile(enable=not args.eager, backend=args.backend)
         parallelize_model(model, meshes, args.remat, compiled, sharding=sharding_of(run))
-    # With a shape environment, sizes that nobody can know here (rows that other ranks send) are symbols.
+    # With a shape environment, sizes that are unknown here (rows from other ranks) are symbolic.
     with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()):
         model.to_empty(device="cpu")
         initialize_buffers(model)

@@ -1,11 +1,11 @@
-"""What an MoE layer across ranks keeps for backward, and what planning it costs the host. No clock but for the plan's.
+"""Bytes that an expert-parallel MoE layer keeps for backward, and the host time of planning its exchange.
 
     python benchmarks/expert_parallel.py
 
-Bytes: one layer on 2 gloo ranks, bfloat16, 512 tokens of width 512 a rank, 16 experts of hidden width 128, K 4:
-storages that a forward made and that are alive after it, of the layer in a block with each kind of recomputation.
-Plan: 256 ranks, 256 experts, as rank 0 of a group that is not there. All that the host does for a plan once its numbers
-are in host memory: reading them, splits, counts, ranges, which exchange; not the sums and indices that a device makes.
+Bytes: one layer on 2 gloo ranks, bfloat16, 512 tokens of width 512 per rank, 16 experts of hidden width 128, K 4:
+storages that a forward allocated and that are alive after it, for a block with each kind of recomputation.
+Plan: 256 ranks, 256 experts, as rank 0 of a fake process group. Everything that the host does for a plan once its
+numbers are in host memory (reading them, splits, counts, ranges, choice of exchange), without the work on the device.
 """
 
 import time
@@ -48,7 +48,7 @@ def kept_bytes(rank: int, kernel: str, mode: str) -> int:
 
 
 def plan_seconds(forced: bool) -> float:
-    """The fastest of many, in seconds."""
+    """The shortest time of many plans, in seconds."""
     from spurline.accelerator import HostCopy
     from spurline.moe.dispatch.all_to_all import AllToAllDispatcher
     from spurline.moe.dispatch.traffic import Traffic, traffic_numbers

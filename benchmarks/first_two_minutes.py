@@ -1,11 +1,11 @@
-"""The first two minutes of a nanoGPT-like dense model, beside those of `make train`: bits per byte of held-out text.
+"""Two minutes of training a nanoGPT-like dense model, to compare with `make train`: bits per byte of held-out text.
 
     python benchmarks/first_two_minutes.py --seconds 110
 
 A GPT-2-style decoder in plain PyTorch (learned positions, LayerNorm, GELU, tied embeddings, AdamW) with as many
-parameters as a token meets in the preset of `make train`. Tokenizer, training text, held-out text, tokens a step and
-threads are that preset's. It trains for as many seconds of CPU time a thread as are given, validation not included:
-a busy machine makes it slower, not worse. The learning rate follows the time that is used up: warm-up, then a cosine.
+parameters as the preset of `make train` has active per token. Tokenizer, training text, held-out text, tokens per step
+and threads are the same. It trains for the given seconds of CPU time per thread, without validation, so a busy machine
+makes it slower, not worse. The learning rate follows the time used: warmup, then a cosine.
 
 B sequences of L positions, D width, V vocabulary.
 """
@@ -55,7 +55,7 @@ class DenseGPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / (math.sqrt(2 * num_layers) if into_residual else 1))
 
     def forward(self, tokens_BL: Tensor, labels_BL: Tensor) -> Tensor:
-        """The cross-entropy, summed over labels."""
+        """The cross-entropy summed over labels."""
         x_BLD = self.embedding(tokens_BL) + self.position.weight[: tokens_BL.shape[1]]
         for block in self.blocks:
             x_BLD = block(x_BLD)
@@ -68,13 +68,13 @@ def num_params(vocab_size: int, dim: int, num_layers: int, seq_len: int) -> int:
 
 
 def width_for(params: int, vocab_size: int, num_layers: int, seq_len: int) -> int:
-    """The width, in whole heads, that comes closest to so many parameters."""
+    """The width, a multiple of HEAD_DIM, whose parameter count is closest to `params`."""
     widths = range(HEAD_DIM, 2049, HEAD_DIM)
     return min(widths, key=lambda dim: abs(num_params(vocab_size, dim, num_layers, seq_len) - params))
 
 
 def learning_rate(progress: float, peak: float) -> float:
-    """Up over the first twentieth of the time, then a cosine down to a tenth."""
+    """Linear warmup over the first twentieth of the time, then a cosine down to a tenth of the peak."""
     if progress < 0.05:
         return peak * progress / 0.05
     return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, (progress - 0.05) / 0.95))))

@@ -1,12 +1,12 @@
-"""CPU time that the guards of a healthy training step take: of the debug model's step, and of one ten times larger.
+"""CPU time of the guards in a healthy training step: for the debug model, and for one ten times larger.
 
     python benchmarks/guards.py [--steps 40]
 
-Guards are what a step does to find and name one that is not finite (train/metrics/tally.py, train/bad_steps.py), and
-the comparison of copies (train/replicas.py), a pass over the parameters every hundredth step. Measured by the CPU time
-inside their calls, and by steps with and without them in turn, which needs a quiet machine. One thread, one rank.
-The watchdog's thread (train/watchdog.py) has a heartbeat every 5 seconds, which also tells that the run folder is owned
-(train/folder_lock.py): measured as rank 0 of two that meet in a store.
+Guards detect and locate non-finite steps (train/metrics/tally.py, train/bad_steps.py) and compare replicas
+(train/replicas.py), a pass over the parameters every hundredth step. Measured as CPU time inside their calls, and by
+alternating steps with and without them, which needs a quiet machine. One thread, one rank.
+The watchdog's thread (train/watchdog.py) sends a heartbeat every 5 seconds, which also renews the run folder's lock
+(train/folder_lock.py): measured as rank 0 of two ranks that share a store.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def nothing(*args: Any) -> None:
 
 @contextmanager
 def without_guards() -> Iterator[None]:
-    """A step that only decides whether it is finite."""
+    """Reduce the guards to a check that the step is finite."""
 
     def decide(self: StepTally, step: int, num_tokens: Tensor, loss: Tensor, grad_norm: Tensor) -> Tensor:
         return (~torch.isfinite(loss + grad_norm)).float()
@@ -79,7 +79,7 @@ def without_guards() -> Iterator[None]:
 
 @contextmanager
 def timed(spent: list[float]) -> Iterator[None]:
-    """Adds up the CPU time inside the guards' calls, in spent[0]."""
+    """Add the CPU time inside the guards' calls to spent[0]."""
 
     def wrap(owner: type, name: str) -> Any:
         right: Callable[..., Any] = getattr(owner, name)
@@ -109,7 +109,7 @@ def cpu_seconds(trainer: Trainer, step: int) -> float:
 
 
 def beat_seconds(trainer: Trainer, number: int = 200) -> float:
-    """CPU time of a heartbeat of one of two ranks, and of the marks of a step, in the thread of the watchdog."""
+    """CPU time of a heartbeat of one of two ranks and of the marks of a step, in the watchdog's thread."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         lock, spent = FolderLock(folder), []

@@ -1,9 +1,9 @@
-"""What an exchange costs that is slow on purpose, beside shared experts that take their time: on 2 gloo ranks.
+"""Overlap of a slowed-down exchange with slow shared experts, on 2 gloo ranks.
 
     python benchmarks/overlap.py
 
-Rank 1 joins the first exchange of a direction late, so to rank 0 it takes `exchange` seconds; rank 0's shared experts
-take `shared` seconds, asleep, so that both fit on any machine. Overlapped, rank 0 needs the larger of the two.
+Rank 1 joins one exchange of each pass late, so that it takes `exchange` seconds on rank 0; rank 0's shared experts
+sleep for `shared` seconds, so no spare core is needed. With overlap, rank 0 takes the larger of the two.
 """
 
 import time

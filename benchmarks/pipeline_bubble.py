@@ -1,10 +1,10 @@
-"""The bubble of pipeline schedules on gloo ranks against the one that `spurline plan` computes.
+"""The bubble of pipeline schedules on gloo ranks, compared with the prediction of `spurline plan`.
 
     python benchmarks/pipeline_bubble.py [--pp 4] [--micro_batches 8] [--delay 0.5] [--schedules 1F1B ZBV ...]
 
-Every block sleeps for `delay` seconds in its forward pass and for twice as long in its backward pass, so that the time
-of a step is made of sleeps and of waiting for other ranks, and hardly of what else the machine does. The bubble is the
-part of a step in which a rank is in no forward and no backward pass. The first step, which connects the ranks, is not
+Every block sleeps for `delay` seconds in its forward pass and twice as long in its backward pass, so that step time
+consists of sleeps and of waiting for other ranks, and hardly depends on the machine. The bubble is the fraction of a
+step in which a rank is in neither a forward nor a backward pass. The first step, which connects the ranks, is not
 measured.
 """
 
@@ -39,7 +39,7 @@ class _SleepInBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
         ctx.seconds = seconds
-        return x.clone()  # a view could not be detached from its graph in place, which split backward passes do
+        return x.clone()  # split backward passes detach it from its graph in place, which a view does not allow
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -92,7 +92,7 @@ def measure(rank: int, schedule: str, num_layers: int, micro_batches: int, delay
 def planned(schedule: str, pp: int, num_layers: int, micro_batches: int) -> float:
     layers = num_layers // num_stages(schedule, pp)
     seconds = {FORWARD: 1.0, BACKWARD: BACKWARD_FACTOR}
-    seconds |= {BACKWARD_INPUT: BACKWARD_FACTOR, BACKWARD_WEIGHT: 0.0}  # the sleep lies on the way to the inputs
+    seconds |= {BACKWARD_INPUT: BACKWARD_FACTOR, BACKWARD_WEIGHT: 0.0}  # the sleep is on the path to the inputs
     order = schedule_order(schedule, pp, micro_batches)
     return pipeline_times(order, lambda kind, stage: layers * seconds[kind]).bubble
 

@@ -1,6 +1,6 @@
-"""The picture of a report in the README: `python benchmarks/report_picture.py RUN docs/images/report.png`.
+"""Make the picture of a report in the README: `python benchmarks/report_picture.py RUN docs/images/report.png`.
 
-Needs Chromium and Pillow. Shown are the top of the page, the loss and the load of experts; colors are cut to a palette.
+Needs Chromium and Pillow. Shows the top of the page, the loss and the expert load; colors are reduced to a palette.
 """
 
 import shutil

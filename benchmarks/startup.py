@@ -1,10 +1,10 @@
-"""What one rank of many does before its first step: build, shard and initialize a model; save and load checkpoints.
+"""Startup cost of one rank of many: build, shard and initialize a model; save and load checkpoints.
 
     python benchmarks/startup.py [--module deepseek_v3 --config deepseek_v3_671b --ranks 256 1024 4096 --ep 64]
     python benchmarks/startup.py --checkpoints
 
-The first builds a preset's share of one rank in a world of ranks that do not exist (PyTorch's fake process group), with
-real memory and real weights, in a process of its own for each number of ranks. Time is CPU time of one thread.
+The first builds one rank's shard of a preset in PyTorch's fake process group, with real memory and real weights, in a
+separate process for each number of ranks. Time is CPU time of one thread.
 
 The second saves and loads `deepseek_v3_debugmodel` with its optimizer on 1, 2 and 4 gloo ranks and counts the bytes
 that each rank writes to and reads from files.
@@ -35,7 +35,7 @@ from spurline.testing import RankPool
 
 
 def initialize_share(module: str, config: str, ranks: int, ep: int) -> None:
-    """Print what initializing one rank's share takes; the rank lies in the middle of the world."""
+    """Print the cost of initializing one rank's shard; the rank is in the middle of the world."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch.set_num_threads(1)
@@ -45,7 +45,7 @@ def initialize_share(module: str, config: str, ranks: int, ep: int) -> None:
     with torch.device("meta"):
         model = family_configs(module)[config]().model.build()
     times.append(time.process_time())
-    # Ranks that do not exist can't confirm that they have the same layers.
+    # Fake ranks can't confirm that they have the same layers.
     same = mock.patch.object(spurline.parallel.expert, "_same_on_all_ranks", lambda moe, group, *_: [{}] * group.size())
     with same:
         parallelize_model(model, meshes, "none", Compile())
@@ -69,7 +69,7 @@ def peak_memory() -> int:
 
 
 def save_and_load(rank: int, folder: str) -> dict[str, float]:
-    """Bytes and seconds of this rank."""
+    """Save and load a checkpoint; returns the bytes and seconds of this rank."""
     from spurline.parallel.world import joined_world
     from spurline.train.checkpoint.manager import CheckpointManager
     from spurline.train.trainer import make_trainer

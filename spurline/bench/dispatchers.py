@@ -1,4 +1,4 @@
-"""What dispatchers cost in rows and memory: padding, dropped rows, bytes kept for backward, by routing.
+"""Cost of dispatchers in rows and memory, by routing: padding, dropped rows, bytes saved for backward.
 
 Nothing is timed: the figures are the same in every run.
 """
@@ -23,7 +23,7 @@ WAYS: dict[str, dict[str, object]] = {
 
 
 def dispatchers(threads: int, seconds: float, cases: list[str]) -> Iterator[Figure]:
-    """Rows that experts compute beside those that tokens sent, rows that are dropped, and memory, on one device."""
+    """Padding, dropped rows and memory of each dispatcher, on one device."""
     for name in cases:
         if CASES[name].routing == "uniform" or name == "decode":
             continue

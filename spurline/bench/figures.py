@@ -22,7 +22,7 @@ class Figure:
     """Interquartile range of the repetitions, as a fraction of the median."""
     to_floor: float | None = None
     to_best_peer: float | None = None
-    """Ratio of this value to that of the best peer."""
+    """Ratio of this value to the best peer's."""
 
     @property
     def place(self) -> str:
@@ -44,7 +44,7 @@ class Target:
     to_best_peer: float | None = None
 
 
-# Layer results are for the bare layer, with the default settings of the memory allocator.
+# Layer results are for the layer alone, with the memory allocator's default settings.
 TARGETS = (
     Target("layers", "forward", ("medium", "medium_zipf", "medium_one_hot"), to_floor=1.06, to_best_peer=1.0),
     Target("layers", "forward+backward", ("medium", "medium_zipf", "medium_one_hot"), to_floor=1.08, to_best_peer=0.8),

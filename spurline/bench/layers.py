@@ -32,7 +32,7 @@ class Candidate:
             return self.layer(self.x)
 
     def forward_and_backward(self) -> None:
-        """Sets gradients to None first, like zero_grad."""
+        """Forward and backward; sets gradients to None first, like zero_grad."""
         for tensor in (self.x, *self.layer.parameters()):
             tensor.grad = None
         self.layer(self.x).backward(self.grad)
@@ -49,7 +49,7 @@ class Contest:
 def make_contest(
     case: Case, dtype: torch.dtype = torch.float32, peers: bool = True, device: str | torch.device = "cpu"
 ) -> Contest:
-    """Weights and input are drawn on the CPU, so that they are the same on every device."""
+    """Build all layers of a case; weights and input are drawn on the CPU, to be the same on every device."""
     torch.manual_seed(0)
     config = MoEConfig(
         dim=case.dim,
@@ -65,7 +65,7 @@ def make_contest(
     layers: dict[str, nn.Module] = {"spurline": ours} | _other_kernels(ours, x)
     for layer in layers.values():
         layer.to(device, dtype)
-    if peers and case.routing != "uniform":  # peers have no forced load balance, or for debugging only
+    if peers and case.routing != "uniform":  # peers force load balance for debugging only, if at all
         for name, make in _PEERS.items():
             if name == "transformers batched_mm" and case.num_rows > _MOST_COPIES:
                 continue
@@ -81,7 +81,7 @@ def make_contest(
 
 
 def _other_kernels(ours: MoE, x: Tensor) -> dict[str, nn.Module]:
-    """On an accelerator: our layer once more with each kernel that `auto` may choose or leave there."""
+    """On an accelerator, our layer with each of its kernels, whether `auto` chooses it or not."""
     found: dict[str, nn.Module] = {}
     if x.device.type == "cpu":
         return found

@@ -32,7 +32,7 @@ class Timing:
 
 
 def wait_for_device() -> None:
-    """An accelerator has work queued when a call returns."""
+    """Synchronize with the accelerator, which still has work queued when a call returns."""
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
 

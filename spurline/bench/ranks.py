@@ -1,4 +1,4 @@
-"""Expert-parallel forward and backward on local gloo ranks, by exchange."""
+"""Expert-parallel forward and backward on local gloo ranks, for each kind of exchange."""
 
 from __future__ import annotations
 

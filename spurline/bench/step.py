@@ -43,8 +43,8 @@ Step = Callable[[int], object]
 def step(threads: int, seconds: float, cases: list[str]) -> Iterator[Figure]:
     """Seconds per step and memory, of ours and of `transformers` with its fastest experts implementation.
 
-    Peak memory is that of the whole process, including about 300 MB for torch and the data; growth is what the model,
-    the optimizer and the steps add.
+    Peak memory is for the full process, including about 300 MB for torch and the data; growth is what the model, the
+    optimizer and the steps add.
     """
     for config in MODELS:
         with_workers = {name: _Worker(config, name, threads) for name in CANDIDATES}
@@ -95,7 +95,7 @@ class _Worker:
 
     def end(self) -> None:
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # the process may have exited, as without transformers
+        with suppress(BrokenPipeError):  # the process may have exited, e.g. without transformers
             self._process.stdin.close()
         self._process.wait()
 

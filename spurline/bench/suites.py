@@ -23,7 +23,7 @@ _SWEPT = Case("sweep", 256, 256, 8, 2, 2048)
 
 
 def layers(threads: int, seconds: float, cases: list[str], device: str = "cpu") -> Iterator[Figure]:
-    """The whole layer including the router, in float32, as ratios to the floor and to the best peer."""
+    """The full layer including the router, in float32, as ratios to the floor and to the best peer."""
     for name in cases:
         contest = _agreed(make_contest(CASES[name], device=device), 1e-4)
         for what in _KINDS:

@@ -1,1 +1,1 @@
-"""Start the ranks of a run: on this machine, and as a job of a cluster."""
+"""Start the ranks of a run: on this machine, or as a job on a cluster."""

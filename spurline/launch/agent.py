@@ -1,4 +1,4 @@
-"""Run the ranks of this machine under torchrun's elastic agent, and end with their exit code."""
+"""Run the ranks of this machine under torchrun's elastic agent, and return their exit code."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ STOPPED_CODES = {ExitCode.STOPPED, *(exit_code_of_signal(number, saved=False) fo
 
 
 class LaunchError(ValueError):
-    """An error of the launcher itself that is one line to the user."""
+    """An error of the launcher itself, shown to the user as one line."""
 
 
 class Agent(LocalElasticAgent):
-    """torchrun's agent, with our rules for the end of ranks."""
+    """torchrun's agent, with our own rules for shutting down ranks."""
 
     def __init__(self, spec: WorkerSpec, place: Rounds, logs: LogsSpecs, grace: int, signals: Signals) -> None:
         super().__init__(spec, logs, log_line_prefix_template="[rank${rank}]:", shutdown_timeout=grace)
         self.place, self._signals = place, signals
         self.was_hurried = False
-        """Whether a second signal came while ranks were ending."""
+        """Whether a second signal arrived while ranks were shutting down."""
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         with self._signals.deferred():
@@ -58,7 +58,7 @@ class Agent(LocalElasticAgent):
             raise
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """Ranks that were asked to stop are not failures: all nodes end, unless one stopped them to let others in."""
+        """Don't count ranks that stopped on request as failures: end on all nodes, or restart if nodes wait to join."""
         result = super()._monitor_workers(worker_group)
         codes = {failure.exitcode for failure in result.failures.values()} - {-signal.SIGTERM}
         if codes and codes <= STOPPED_CODES:
@@ -67,13 +67,13 @@ class Agent(LocalElasticAgent):
         return result
 
     def exit_codes(self) -> list[int]:
-        """Those of this machine's ranks, as a shell counts them; without the ranks that have not ended."""
+        """The exit codes of this machine's ranks, as a shell reports them, without ranks that are still running."""
         handlers: dict[int, Any] = getattr(self._pcontext, "subprocess_handlers", {})
         return [shell_code(handler.proc.poll()) for handler in handlers.values() if handler.proc.poll() is not None]
 
 
 def run_ranks(options: Options, command: list[str]) -> int:
-    """Start the ranks of this node, and those of other nodes with them; returns the exit code of the run."""
+    """Start the ranks of this node together with the other nodes; returns the exit code of the run."""
     _set_environment(options)
     try:
         place = meeting_place(options)
@@ -103,7 +103,7 @@ def _set_environment(options: Options) -> None:
         os.environ[name] = options.interface
     os.environ |= options.variables
     for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):  # ranks say what happened, and so do we
+        if name.startswith("torch.distributed.elastic"):  # the ranks and the launcher report errors themselves
             logging.getLogger(name).setLevel(logging.CRITICAL + 1)
 
 
@@ -144,13 +144,13 @@ def _nobody_at(options: Options) -> str:
 
 
 def first_failure(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """The rank that failed first; those that lost another, or were ended because of it, are consequences."""
+    """The rank that failed first; ranks that lost a peer or were terminated because of it come last."""
     consequences = (ExitCode.LOST_RANK, -signal.SIGTERM)
     return min(failures.items(), key=lambda item: (item[1].exitcode in consequences, item[1].timestamp))
 
 
 def _tell(rank: int, failure: ProcessFailure, is_shown: bool) -> None:
-    """One line about the rank that failed, with its message unless that was shown."""
+    """Print one line about the failed rank, with its message unless that was already shown."""
     if failure.exitcode < 0:
         how = f"was killed by {failure.signal_name()}"
     else:
@@ -163,5 +163,5 @@ def _tell(rank: int, failure: ProcessFailure, is_shown: bool) -> None:
 
 
 def shell_code(code: int) -> int:
-    """The exit code of a process as a shell has it: 128 plus the number of the signal that ended it."""
+    """Convert an exit code to the shell's convention: 128 plus the signal number for a killed process."""
     return 128 - code if code < 0 else code

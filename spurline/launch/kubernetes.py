@@ -1,4 +1,4 @@
-"""A JobSet manifest: one pod for each node, with stable names, that starts again by exit code. Torch-free."""
+"""A JobSet manifest: one pod per node with a stable name, restarted depending on the exit code. Torch-free."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def job_set(job: JobText) -> dict[str, Any]:
     nodes = options.nodes[-1]
     spec = {
         "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-        # A job that fails by one of our final codes is not started again; all others are, with all of their pods.
+        # A job that fails with a final exit code is not restarted; any other failure restarts all pods.
         "failurePolicy": {
             "maxRestarts": options.requeues,
             "rules": [
@@ -48,7 +48,7 @@ def job_set(job: JobText) -> dict[str, Any]:
                         "parallelism": nodes,
                         "completions": nodes,
                         "completionMode": "Indexed",
-                        # Pods of a node that was lost come back and join the others; all have to end together.
+                        # The pod of a lost node is recreated and joins the others; all must end together.
                         "backoffLimit": nodes * options.requeues,
                         "podFailurePolicy": {"rules": _rules()},
                         "template": {"spec": _pod(job)},
@@ -61,7 +61,7 @@ def job_set(job: JobText) -> dict[str, Any]:
 
 
 def name_problems(name: str, options: Options) -> list[str]:
-    """Why pods can't have names that begin with this one: they are labels of the domain name system."""
+    """Why pod names can't start with this name: they must be valid DNS labels."""
     last = f"{name}-{_NODE}-0-{options.nodes[-1] - 1}"
     if not re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", name) or len(last) > 63:
         return [
@@ -71,7 +71,7 @@ def name_problems(name: str, options: Options) -> list[str]:
 
 
 def _rules() -> list[dict[str, Any]]:
-    """What the end of a pod means: final, or a notice of preemption that costs no attempt."""
+    """The pod failure policy: fail the job on final exit codes, and don't count preemptions as failures."""
 
     def on(action: str, codes: list[int]) -> dict[str, Any]:
         return {"action": action, "onExitCodes": {"containerName": _NODE, "operator": "In", "values": codes}}
@@ -92,7 +92,7 @@ def _pod(job: JobText) -> dict[str, Any]:
         "name": _NODE,
         "image": options.image,
         "workingDir": path,
-        # Kubernetes replaces $(NAME) in commands by variables, unless it is written with two dollars.
+        # Kubernetes expands $(NAME) in commands, unless it is escaped as $$(NAME).
         "command": [word.replace("$(", "$$(") for word in (*command, "--", *job.train)],
         "env": [{"name": name, "value": value} for name, value in job.variables().items()],
         "ports": [{"containerPort": DEFAULT_PORT}],
@@ -103,7 +103,7 @@ def _pod(job: JobText) -> dict[str, Any]:
         container["resources"] = resources
     return {
         "restartPolicy": "Never",
-        # From SIGTERM to SIGKILL: the time for a checkpoint, and for ranks to end.
+        # From SIGTERM to SIGKILL: time for a checkpoint and for ranks to exit.
         "terminationGracePeriodSeconds": options.notice + 30,
         "containers": [container],
         "volumes": [

@@ -1,4 +1,4 @@
-"""Which address and interface of this machine the other nodes of a job reach. Torch-free."""
+"""Find the address and interface at which other nodes of a job reach this machine. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SIOCGIFADDR = 0x8915
 
 
 def wait_for_name(host: str, seconds: float) -> bool:
-    """Whether `host` has an address within so many seconds: that of a pod is published after it has started."""
+    """Whether `host` resolves within this many seconds; a pod's address is published only after it has started."""
     deadline = time.monotonic() + seconds
     while not _addresses(host):
         if time.monotonic() > deadline:
@@ -22,7 +22,7 @@ def wait_for_name(host: str, seconds: float) -> bool:
 
 
 def is_own_address(host: str) -> bool:
-    """Whether `host` is this machine: by its name, or because only its own addresses can be bound."""
+    """Whether `host` is this machine: it has the same name, or one of its addresses can be bound."""
     if host.split(".")[0] == socket.gethostname().split(".")[0]:
         return True
     for family, _, _, _, address in _addresses(host):
@@ -33,7 +33,7 @@ def is_own_address(host: str) -> bool:
 
 
 def address_towards(host: str) -> str:
-    """The address of this machine on the way to `host`; empty if there is no way. Nothing is sent."""
+    """This machine's source address for packets to `host`; empty if there is no route. Nothing is sent."""
     for family, _, _, _, address in _addresses(host):
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((address[0], 9))
@@ -42,7 +42,7 @@ def address_towards(host: str) -> str:
 
 
 def interface_of(address: str) -> str:
-    """The network interface that has this IPv4 address; empty if it is not known (Linux only)."""
+    """The network interface that has this IPv4 address; empty if unknown (Linux only)."""
     if not sys.platform.startswith("linux"):
         return ""
     import fcntl

@@ -1,4 +1,4 @@
-"""The options of `spurline launch`: how many ranks, where they meet, and what a cluster is asked for. Torch-free."""
+"""The options of `spurline launch`: ranks, rendezvous, and cluster resources. Torch-free."""
 
 from __future__ import annotations
 
@@ -15,20 +15,19 @@ Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 @dataclass(frozen=True)
 class Options:
     ranks: int = 0
-    """Ranks on each node: one for each accelerator, or CPU processes. 0: one for each accelerator of this machine, or
-    one on the CPU."""
+    """Ranks per node, on accelerators or the CPU (0: one per accelerator of this machine, or one on the CPU)."""
     nnodes: str = "1"
-    """Number of nodes. With spare nodes a range, such as 62:64: the job goes on while at least 62 of 64 are there."""
+    """Number of nodes, or with spare nodes a range: with 62:64 the job continues while at least 62 are available."""
     rdzv_endpoint: str = ""
-    """HOST:PORT where several nodes meet; HOST is one of them, and the same command runs on every node."""
+    """HOST:PORT of the rendezvous of several nodes; HOST is one of them, and the same command runs on every node."""
     rdzv_id: str = "spurline"
     """Name of the job at that endpoint."""
     join_timeout: int = 600
-    """Seconds to wait for the other nodes, at the start and after one was lost."""
+    """Seconds to wait for the other nodes, at the start and after a node is lost."""
     restarts: int = 0
-    """How often all ranks are started again after one has failed or a node was lost."""
+    """How often to restart all ranks after a rank fails or a node is lost."""
     grace: int = 600
-    """Seconds that ranks have after a signal to write a checkpoint and end, before they are killed."""
+    """Seconds for ranks to write a checkpoint and exit after a signal, before they are killed."""
     log_rank: str = "0"
     """Ranks of each node whose output is shown, comma-separated."""
 
@@ -46,45 +45,45 @@ class Options:
     name: str = ""
     """Name of the job on the cluster, and of its folder, outputs/NAME-job (default: the name of the config)."""
     gpus: int = -1
-    """Accelerators of each node; 0 for CPU ranks (default: as many as ranks)."""
+    """Accelerators per node; 0 for CPU ranks (default: as many as ranks)."""
     cpus: int = 0
-    """CPU cores of each node (default: the whole node with Slurm, no request with Kubernetes)."""
+    """CPU cores per node (default: the full node with Slurm, no request with Kubernetes)."""
     memory: str = ""
-    """Memory of each node, as the scheduler writes it: 900G with Slurm, 900Gi with Kubernetes."""
+    """Memory per node, in the scheduler's notation: 900G with Slurm, 900Gi with Kubernetes."""
     env: str = ""
     """Environment variables for the ranks: NAME=VALUE,NAME=VALUE."""
     interface: str = ""
-    """Network interface for NCCL's and gloo's sockets, such as ib0 (default: NCCL chooses; gloo takes the one that
-    reaches the endpoint)."""
+    """Network interface for NCCL's and gloo's sockets, such as ib0.
+    Default: NCCL chooses; gloo uses the one that reaches the endpoint."""
     notice: int = 120
-    """Seconds before the end of a job, or after a notice of preemption, in which a checkpoint is written."""
+    """Seconds to write a checkpoint before the time limit of a job, or after a preemption notice."""
     requeues: int = 5
-    """How often a job that has lost a node, or got stuck, is started again by the scheduler."""
+    """How often the scheduler restarts a job that lost a node or got stuck."""
 
     partition: str = ""
     """Slurm: partition."""
     account: str = ""
     """Slurm: account."""
     time: str = ""
-    """Slurm: time limit, such as 24:00:00; at its end the job is put back into the queue and resumes."""
+    """Slurm: time limit, such as 24:00:00; when it expires, the job is requeued and resumes."""
     sbatch: str = ""
-    """Slurm: any other options of sbatch, as in --sbatch="--qos=high --constraint=h100"."""
+    """Slurm: other sbatch options, as in --sbatch="--qos=high --constraint=h100"."""
 
     image: str = ""
-    """Kubernetes: container image in which spurline is installed."""
+    """Kubernetes: container image with spurline installed."""
     volume: str = ""
-    """Kubernetes: CLAIM:/PATH, a volume claim that all pods can write to (ReadWriteMany) and where it is mounted. Pods
-    work in that folder, and the run folder lies in it."""
+    """Kubernetes: CLAIM:/PATH, a volume claim that all pods can write to (ReadWriteMany) and its mount path.
+    Pods work in that folder, and the run folder is inside it."""
     namespace: str = ""
     """Kubernetes: namespace."""
     queue: str = ""
-    """Kubernetes: local queue of Kueue."""
+    """Kubernetes: Kueue local queue."""
     gpu_resource: str = "nvidia.com/gpu"
-    """Kubernetes: name of the accelerator, such as amd.com/gpu."""
+    """Kubernetes: resource name of the accelerator, such as amd.com/gpu."""
 
     @property
     def target(self) -> str:
-        """What is written: slurm, kubernetes, torchrun, or nothing ("")."""
+        """The kind of job to write: slurm, kubernetes, torchrun, or none ("")."""
         return next((name for name in ("slurm", "kubernetes", "torchrun") if getattr(self, name)), "")
 
     @property
@@ -95,7 +94,7 @@ class Options:
 
     @property
     def accelerators(self) -> int:
-        """How many each node has."""
+        """Accelerators per node."""
         return self.ranks if self.gpus < 0 else self.gpus
 
     @property
@@ -104,7 +103,7 @@ class Options:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Those of --env."""
+        """The environment variables of --env."""
         return dict(item.partition("=")[::2] for item in self.env.split(",") if item)
 
     def problems(self) -> list[str]:
@@ -162,7 +161,7 @@ class Options:
 
 
 def split_endpoint(endpoint: str) -> tuple[str, int]:
-    """The host and the port of HOST, HOST:PORT or [IPv6]:PORT; the port is -1 if it is no number."""
+    """The host and the port of HOST, HOST:PORT or [IPv6]:PORT; ("", -1) if it is malformed."""
     found = re.fullmatch(r"(?:\[([^\]]+)\]|([^:\s]+))(?::(\d+))?", endpoint)
     if not found:
         return "", -1

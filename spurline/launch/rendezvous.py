@@ -1,4 +1,4 @@
-"""How the nodes of a job meet, round after round: torchrun's own c10d rendezvous, with a store that all learn of."""
+"""The rendezvous of a job's nodes: torchrun's c10d rendezvous, with the ranks' store announced in every round."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from spurline.parallel.rendezvous import JOB_VARIABLE
 from spurline.train.launcher import ATTEMPT_VARIABLE
 
 SECONDS_TO_LEAVE = 20.0
-"""More than ranks wait for the first one to tell an error that all of them have (tools/console.py)."""
+"""Longer than ranks wait for rank 0 to report an error that all of them have (tools/console.py)."""
 
 
 class Rounds(RendezvousHandler):
-    """torchrun's rendezvous, except that each round tells all nodes where the ranks' store is, and has a number.
+    """torchrun's rendezvous, except that each round has a number and announces the address of the ranks' store.
 
-    torchrun tells it in the first round only: a node that comes in later waits for it forever, and one that was lost
-    may have served it. It counts restarts on each node by itself, so that a new node counts fewer.
+    torchrun announces it in the first round only: a node that joins later waits for it forever, and the node that
+    served it may be lost. torchrun also counts restarts per node, so a new node has a lower count.
 
-    The first node serves the same store in all rounds, for as long as it is the first: ranks that are started again
-    find there what those before them have left (the folder of the run), and keep the rest apart by the round's number.
+    The first node serves the same store in all rounds, as long as it stays the first: restarted ranks find there what
+    earlier ranks left (the folder of the run), and use the round number to keep everything else apart.
     """
 
     def __init__(self, inner: RendezvousHandler, address: str, store: dist.Store, is_host: bool) -> None:
-        """`store` is where the nodes meet; it ends with the node that `is_host`."""
+        """`store` is the store of the rendezvous; it ends with the `is_host` node."""
         self._inner, self.address, self._store, self._is_host = inner, address, store, is_host
         self._server: dist.TCPStore | None = None
         self._num_nodes = 1
 
     def next_rendezvous(self) -> RendezvousInfo:
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # read by the inner one: no store of its own
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # the inner handler then makes no store of its own
         info = self._inner.next_rendezvous()
         self._num_nodes = info.world_size
-        store = info.store  # its keys are those of this round
+        store = info.store  # its keys are private to this round
         if info.rank == 0:
             self._server = self._server or dist.TCPStore(self.address, 0, is_master=True, wait_for_workers=False)
             before = self._store.add("spurline/rounds", 1) - 1
@@ -56,7 +56,7 @@ class Rounds(RendezvousHandler):
         return RendezvousInfo(store, info.rank, info.world_size, RendezvousStoreInfo(address, int(port)))
 
     def leave(self) -> None:
-        """End after the others, if they meet here: their ranks end for the same reason, and each has its own code."""
+        """If this node hosts the rendezvous, exit last, so that the other nodes can return their own exit codes."""
         with contextlib.suppress(dist.DistError, SignalException):
             left, deadline = self._store.add("spurline/left", 1), time.monotonic() + SECONDS_TO_LEAVE
             while self._is_host and left < self._num_nodes and time.monotonic() < deadline:
@@ -87,7 +87,7 @@ class Rounds(RendezvousHandler):
 
 
 def meeting_place(options: Options) -> Rounds:
-    """Serve or join the rendezvous of a job; a RendezvousConnectionError if there is nobody at the endpoint."""
+    """Serve or join the rendezvous of a job; raises a RendezvousConnectionError if the endpoint does not answer."""
     endpoint = options.rdzv_endpoint or "localhost:0"
     host, _ = split_endpoint(endpoint)
     if not wait_for_name(host, options.join_timeout):

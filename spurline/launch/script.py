@@ -1,4 +1,4 @@
-"""What the scripts and manifests of all clusters have in common. Torch-free."""
+"""Parts that the scripts and manifests of all clusters share. Torch-free."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from dataclasses import dataclass
 from spurline.launch.options import Options
 from spurline.train.exit_codes import ExitCode
 
-# Codes that a new start may cure; others (options, divergence, a folder in use) would come again.
+# Exit codes that a restart may fix; others (options, divergence, a folder in use) would recur.
 RETRIED = (ExitCode.LOST_RANK, ExitCode.WATCHDOG)
 FINAL = (ExitCode.USAGE, ExitCode.DIVERGED, ExitCode.FOLDER_IN_USE, ExitCode.COPIES_DIFFER)
 
 
 @dataclass(frozen=True)
 class JobText:
-    """What is written for a cluster."""
+    """The contents of a job for a cluster."""
 
     options: Options
     name: str
-    """Of the job."""
+    """Name of the job."""
     run_folder: str
     train: list[str]
     """All options of `spurline train`."""
 
     @property
     def launch(self) -> list[str]:
-        """The options of `spurline launch` on every node, without the place where they meet."""
+        """The options of `spurline launch` on every node, without the rendezvous."""
         options = self.options
         words = ["--ranks", str(options.ranks), "--nnodes", options.nnodes, "--restarts", str(self.restarts)]
         words += ["--join_timeout", str(options.join_timeout), "--grace", str(options.notice)]
@@ -37,7 +37,7 @@ class JobText:
 
     @property
     def restarts(self) -> int:
-        """With spare nodes, the nodes that are left must be able to start again."""
+        """At least one restart per spare node, so that the remaining nodes can continue when one is lost."""
         spare = self.options.nodes[-1] - self.options.nodes[0]
         return max(self.options.restarts, spare)
 
@@ -50,12 +50,12 @@ class JobText:
 
 
 def python() -> str:
-    """The Python of this environment, which the nodes of a cluster with shared disks have too."""
+    """The Python of this environment, which the nodes of a cluster see on a shared disk."""
     return sys.executable
 
 
 def quoted(words: list[str], indent: str = "    ", width: int = 100) -> str:
-    """The words of a command for a shell, wrapped between options."""
+    """The words of a command, quoted for a shell and wrapped between options."""
     lines, line = [], ""
     for number, word in enumerate(words):
         word = shlex.quote(word)

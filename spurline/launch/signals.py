@@ -1,4 +1,4 @@
-"""Signals that a launcher gets: raised as torchrun's own exception, which its agent passes on to the ranks."""
+"""Signals to the launcher, raised as torchrun's own exception, which its agent forwards to the ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HANDLED = (*STOP_SIGNALS, *([signal.SIGQUIT] if hasattr(signal, "SIGQUIT") else 
 
 
 class Signals:
-    """Within this context, signals raise a SignalException; those that were ignored before (nohup) stay ignored."""
+    """Within this context, signals raise a SignalException; signals that were ignored before (nohup) stay ignored."""
 
     def __enter__(self) -> Signals:
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""  # torchrun's agent must not replace these handlers
@@ -32,7 +32,7 @@ class Signals:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """While ranks are being started, a signal waits until they can be told of it."""
+        """Defer signals while ranks are being started, until they can be forwarded to the ranks."""
         self._is_deferring = True
         try:
             yield

@@ -1,4 +1,4 @@
-"""A script for sbatch: one launcher on each node, a notice before the end, and back into the queue. Torch-free."""
+"""A script for sbatch: one launcher per node, a signal before the time limit, and requeueing. Torch-free."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ scontrol requeue "$SLURM_JOB_ID" || exit "$code"
 
 
 def sbatch_script(job: JobText, file: str) -> str:
-    signals = "129 | 130 | 137 | 138 | 143"  # a rank or the launcher ended by a signal, without a checkpoint
+    signals = "129 | 130 | 137 | 138 | 143"  # a rank or the launcher was killed by a signal, without a checkpoint
     return SCRIPT.format(
         file=file,
         directives="\n".join(f"#SBATCH {option}" for option in _directives(job)),
@@ -75,7 +75,7 @@ def sbatch_script(job: JobText, file: str) -> str:
         run_folder=shlex.quote(job.run_folder),
         exports="\n".join(f"export {name}={shlex.quote(value)}" for name, value in job.variables().items()),
         usage=int(ExitCode.USAGE),
-        cpus=f" --cpus-per-task={job.options.cpus}" if job.options.cpus else "",  # which srun does not inherit
+        cpus=f" --cpus-per-task={job.options.cpus}" if job.options.cpus else "",  # srun does not inherit it
         no_kill=" --no-kill" if len(job.options.nodes) > 1 else "",
         launch=quoted(job.launch),
         train=quoted(job.train),

@@ -1,1 +1,1 @@
-"""The page about a run, or several: one HTML file that needs nothing else. Free of torch."""
+"""The report of one or more runs, as a self-contained HTML file. Torch-free."""

@@ -1,4 +1,4 @@
-"""What the page draws: curves, the parts of a step's time, and the load of experts over time. Free of torch."""
+"""Charts of the report: curves, step time by phase, and expert load over time. Torch-free."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from spurline.report.read import Record, Run
 from spurline.report.thin import mean_by_stretch, stretches, thin
 
 POINTS = 800
-"""The most points of a curve."""
+"""Maximum number of points per curve."""
 STACK_POINTS = 200
 HEAT_CELLS = 300_000
-"""The most cells of all heat maps together: a byte each."""
+"""Maximum number of cells of all heat maps together, one byte each."""
 HEAT_COLUMNS = 160
 
 
@@ -26,7 +26,7 @@ class Curve(NamedTuple):
     label: str
     value: Callable[[Record], Any]
     dots: bool = False
-    """Measured now and then: each measurement is shown."""
+    """Measured only at some steps: each measurement is drawn as a dot."""
     dashed: bool = False
 
 
@@ -36,7 +36,7 @@ class Chart(NamedTuple):
     unit: str
     curves: list[Curve]
     noisy: bool = False
-    """Whether it helps to smooth it."""
+    """Whether to offer smoothing."""
     from_zero: bool = True
 
 
@@ -125,7 +125,7 @@ def draw_curves(runs: list[Run]) -> list[dict[str, Any]]:
     return charts
 
 
-# What the charts above and the tables of the page show, or leave out on purpose.
+# Metrics that the charts above and the tables of the page show, or omit on purpose.
 _SHOWN = {
     *("step", "loss", "validation_loss", "bits_per_byte", "balance_loss", "grad_norm", "lr", "expert_load", "warnings"),
     *("tokens_per_second", "tokens_seen", "peak_memory_bytes", "flops_per_second", "mfu", "padded_rows"),
@@ -135,7 +135,7 @@ _SHOWN_OF_LAYERS = {"routing": {"load", "entropy", "dead_experts", "bias_min", "
 
 
 def _charts_of_other_metrics(runs: list[Run]) -> list[Chart]:
-    """A chart of each metric that a module offers and nothing here knows: its number or, of layers, their range."""
+    """A chart for each metric not listed here: its value or, if several layers have it, their mean and range."""
     layers_of: dict[str, set[str]] = {}
     for record in (record for run in runs for record in run.records):
         for name, by_layer in _metrics_by_layer(record).items():
@@ -166,7 +166,7 @@ def _over_layers(name: str, combine: Callable[[list[float]], float]) -> Callable
 
 
 def _metrics_by_layer(record: Record) -> dict[str, dict[str, float]]:
-    """The numbers that are not shown otherwise: metric -> layer -> number; the layer of a whole model is empty."""
+    """The metrics not shown otherwise: metric -> layer -> number; the layer name is empty for the full model."""
     found: dict[str, dict[str, float]] = {}
 
     def add(name: str, layer: str, value: Any) -> None:
@@ -203,7 +203,7 @@ PART_NAMES = {
 
 
 def draw_time(run: Run) -> dict[str, Any] | None:
-    """The mean milliseconds of each part of a step, by stretch of steps; None if the run didn't tell."""
+    """Mean milliseconds of each phase of a step, by stretch of steps; None if the run did not record them."""
     timed = [record for record in run.records if record.get("step_time_parts")]
     if not timed:
         return None
@@ -224,9 +224,9 @@ def _seconds(value: Any) -> float:
 
 
 def draw_heat(runs: list[Run]) -> list[dict[str, Any]]:
-    """For each MoE layer of each run: rows of each expert over the mean, in columns of time.
+    """For each MoE layer of each run: the load of each expert relative to the mean, in columns of time.
 
-    A cell is a byte, 32 times the root of the ratio; 0 stands for no row at all.
+    A cell is one byte, 32 times the square root of the ratio; 0 means no rows.
     """
     layers = [(run, index, layer) for index, run in enumerate(runs) for layer in _layers(run)]
     num_experts = sum(len(rows) for run, _, layer in layers for rows in [_first_load(run, layer)])

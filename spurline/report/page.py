@@ -1,4 +1,4 @@
-"""The page: its words and tables; the charts are drawn by script.js from the data beside it. Free of torch."""
+"""The report page: text and tables; script.js draws the charts from the embedded data. Torch-free."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from spurline.report.summary import numbers, summary
 from spurline.report.thin import stretches
 from spurline.version import __version__
 
-WARNINGS, SAMPLES, SAMPLE_LETTERS = 30, 12, 2000  # the most of each that are shown
+WARNINGS, SAMPLES, SAMPLE_LETTERS = 30, 12, 2000  # at most this many are shown
 
 
 def make_page(runs: list[Run], version: str = "") -> str:
-    """One HTML file about the runs, with everything it needs inside.
+    """The report of the runs as one self-contained HTML file.
 
-    A page with a version asks the server it came from for newer ones (`report/serve.py`).
+    A page with a version polls its server for newer versions (`report/serve.py`).
     """
     charts, heat = draw_curves(runs), draw_heat(runs)
     times = [(run, time) for run in runs if (time := draw_time(run))]
@@ -51,7 +51,7 @@ def make_page(runs: list[Run], version: str = "") -> str:
         f"{'s' if len(runs) > 1 else ''}.</footer>",
     ]
     scripts = ["script.js", *(["follow.js"] if version else [])]
-    # In a script, only the end of the script needs care.
+    # In a script element, only its end tag needs escaping.
     embedded = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     return "\n".join(
         [
@@ -71,7 +71,7 @@ def make_page(runs: list[Run], version: str = "") -> str:
 
 
 def _about(runs: list[Run]) -> Iterator[str]:
-    """A line for each run: its name among several, its model, and how it stands."""
+    """For each run, its name (if there are several) and model, and its summary."""
     for run in runs:
         known = ", ".join(str(name) for key in ("module", "config") if (name := run.config.get(key)))
         if about := " · ".join(filter(None, [run.name if len(runs) > 1 else "", known])):
@@ -141,7 +141,7 @@ def _figure(chart: Record, runs: list[Run]) -> str:
         items = [f'<li><i class="line{" dashed" * dashed}{colour}"></i>{label}</li>' for label, dashed in labels]
         legend = f'<ul class="legend">{"".join(items)}</ul>'
     wide = ' class="wide"' if chart["key"] == "loss" else ""
-    # The names of metrics, layers and so of charts may be a user's own.
+    # Names of metrics and layers, and so of charts, may come from user code.
     caption = f"<figcaption>{escape(chart['title'])} <span>{escape(chart['unit'])}</span>{legend}</figcaption>"
     return f'<figure{wide} data-chart="{escape(chart["key"])}">{caption}{_plot("curves", chart["title"])}</figure>'
 
@@ -184,7 +184,7 @@ def _samples(runs: list[Run]) -> str:
     for run in runs:
         if not run.samples:
             continue
-        # From the first to the last, evenly.
+        # Evenly spaced, including the last.
         kept = [run.samples[stretch[-1]] for stretch in stretches(len(run.samples), SAMPLES)]
         articles = []
         for sample in kept:

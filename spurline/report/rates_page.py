@@ -1,4 +1,4 @@
-"""The page of `spurline lr-find`: the loss by rate, and the course of each run. Free of torch."""
+"""The page of `spurline lr-find`: the final loss by rate, and the loss curve of each trial. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def rates_page(
     trials: Sequence[tuple[float, Sequence[float], float]],
     suggested: float | None,
 ) -> str:
-    """`trials` are rate, losses by step, and the loss that rates are compared by (infinite: diverged)."""
+    """Render the page; `trials` are (rate, losses by step, loss by which rates are compared; infinite if diverged)."""
     by_rate = [(lr, loss) for lr, _, loss in trials]
     marks = [(suggested, f"suggested: {suggested:.2g}")] if suggested is not None else []
     rows = [

@@ -1,4 +1,4 @@
-"""What a run folder holds, as far as a report is concerned. Free of torch."""
+"""Read the files of a run folder that a report needs. Torch-free."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ Record = dict[str, Any]
 class Run:
     name: str
     records: list[Record]
-    """The lines of metrics.jsonl, in the order of their steps; the load of experts as arrays."""
+    """The lines of metrics.jsonl in step order, with expert loads as arrays."""
     config: Record
-    """config.json, or nothing."""
+    """config.json, or empty."""
     samples: list[Record]
     """Lines with `step` and `text`."""
     is_running: bool = False
     """Whether a process is training it."""
     changed: float = 0.0
-    """When the last line of metrics was written, in seconds since 1970; 0 if that is not known."""
+    """When the last line of metrics was written, in seconds since 1970; 0 if unknown."""
 
     @property
     def total_steps(self) -> int | None:
-        """As many as the run was meant to take."""
+        """The number of steps in the config; None if unknown."""
         training = self.config.get("training")
         steps = training.get("steps") if isinstance(training, dict) else None
         return steps if type(steps) is int and 0 <= steps < 2**53 else None
 
     @property
     def state(self) -> str:
-        """running, finished, or stopped before its last step; empty if nobody can tell."""
+        """running, finished, or stopped before its last step; empty if unknown."""
         if self.is_running:
             return "running"
         if self.total_steps is None:
@@ -49,7 +49,7 @@ class Run:
 
 
 def read_runs(folders: list[str]) -> list[Run]:
-    """The runs in `folders`, each by the shortest name that tells it from the others."""
+    """Read the runs in `folders`, named by folder name, or by full path if those are not unique."""
     paths = [Path(folder) for folder in folders]
     names = [path.resolve().name for path in paths]
     if len(set(names)) < len(names):
@@ -95,7 +95,7 @@ def read_run(folder: Path, name: str) -> Run:
 
 
 def cleaned(record: Record) -> Record:
-    """What of a record has the types that metrics have; the load of experts as compact arrays."""
+    """The fields of a record that have the types of metrics, with expert loads as compact arrays."""
     found: Record = {}
     for name, value in record.items():
         if name == "expert_load":
@@ -113,31 +113,31 @@ def cleaned(record: Record) -> Record:
 
 
 def _numbers(values: Record, depth: int) -> Record:
-    """The numbers in a dict, and in the dicts that are in it."""
+    """The numbers in a dict and in its nested dicts."""
     inner = {name: _numbers(value, depth - 1) for name, value in values.items() if depth and isinstance(value, dict)}
     return {name: value for name, value in values.items() if _is_number(value)} | inner
 
 
 def _is_number(value: Any) -> bool:
-    """Far from where sums of numbers would overflow."""
+    """Whether `value` is a number small enough that sums can't overflow."""
     return type(value) in (int, float) and abs(value) < 1e100
 
 
 def _counts(rows: Any) -> npt.NDArray[Any] | None:
-    """The rows of each expert; None for anything else."""
+    """The row counts of the experts as an array; None if they are not valid counts."""
     if not isinstance(rows, list) or not rows or not set(map(type, rows)) <= {int, float}:
         return None
     try:
         counts = np.array(rows, np.float64)
     except OverflowError:
         return None
-    if not ((counts >= 0) & (counts < 2**53)).all():  # NaN is neither
+    if not ((counts >= 0) & (counts < 2**53)).all():  # also rejects NaN
         return None
     return counts.astype(np.uint32) if counts.max() < 2**32 and (counts % 1 == 0).all() else counts
 
 
 def _objects(path: Path) -> Iterator[tuple[str, Record]]:
-    """Each line's place and content; none if there is no file. A last line that was cut short doesn't count."""
+    """Each line's location and content; none if there is no file. A truncated last line is skipped."""
     if not path.exists():
         return
     try:
@@ -148,7 +148,7 @@ def _objects(path: Path) -> Iterator[tuple[str, Record]]:
                     try:
                         content = parse_json(line.decode("utf-8", "replace").rstrip())
                     except ValueError as error:
-                        if not line.endswith(b"\n"):  # the run was killed while it wrote, or writes right now
+                        if not line.endswith(b"\n"):  # the run was killed while writing, or is writing now
                             return
                         raise ValueError(f"{where}: {str(error).replace('line 1, ', '')}") from None
                     if not isinstance(content, dict):

@@ -1,4 +1,4 @@
-"""The page of `spurline routing`: for each layer the load of experts, who fires on what, and who fires together."""
+"""The page of `spurline routing`: per layer, expert load, preferred tokens and contexts, and co-activation."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from spurline.report.routing_statistics import Context, LayerStatistics, Visits
 from spurline.report.static_page import static_page, table
 
 BEFORE, AFTER = 24, 8
-"""Tokens shown around a token."""
+"""Tokens shown before and after a token."""
 MOST_PAIRS = 128
-"""Experts up to which pairs are drawn."""
+"""Maximum number of experts for which pairs are drawn."""
 _STYLE = """<style>
 .load { display: inline-block; height: 0.8em; background: var(--accent); vertical-align: baseline; }
 mark { background: var(--warn-shade); color: var(--warn); } .pairs { width: min(100%, 360px); }
@@ -25,7 +25,7 @@ mark { background: var(--warn-shade); color: var(--warn); } .pairs { width: min(
 def routing_page(
     title: str, about: str, visits: Visits, layers: dict[str, LayerStatistics], decode: Callable[[list[int]], str]
 ) -> str:
-    """`decode` turns token ids into text."""
+    """Render the page; `decode` turns token ids into text."""
     overview = [
         (
             layer,
@@ -92,13 +92,13 @@ def _context(visits: Visits, context: Context, decode: Callable[[list[int]], str
 
 
 def _shown(text: str, space: str = " ") -> str:
-    """In one line, with what can't be seen made visible."""
+    """The text on one line, with invisible characters made visible."""
     text = text.replace("\n", "⏎").replace("\t", "⇥").replace(" ", space)
     return "".join(letter if letter.isprintable() else "·" for letter in text) or "·"
 
 
 def _pairs(found: LayerStatistics) -> str:
-    """A square for each pair of experts: blue below chance, red above."""
+    """A heat map of expert pairs: blue below chance, red above."""
     together_EE = found.together_EE
     count = len(together_EE)
     if count > MOST_PAIRS or count < 2:

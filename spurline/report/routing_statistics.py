@@ -1,4 +1,4 @@
-"""Statistics of which experts fire on which text, from the visits of tokens. Free of torch.
+"""Statistics of which experts fire on which text. Torch-free.
 
 N sequences of L tokens, T = N * L, K experts per token, E experts.
 """
@@ -16,7 +16,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Visits:
-    """Each token of a text, and for each layer which experts it visited, with which weights."""
+    """The tokens of a text, and the expert ids and weights of each token in each layer."""
 
     tokens_NL: Array
     ids: dict[str, Array]
@@ -27,7 +27,7 @@ class Visits:
 
 @dataclass(frozen=True)
 class Context:
-    """A place in the text: the token at `position` of sequence `sequence`, and what its visit weighed."""
+    """A position in the text: the token at `position` of sequence `sequence`, and its routing weight."""
 
     sequence: int
     position: int
@@ -37,19 +37,19 @@ class Context:
 @dataclass(frozen=True)
 class ExpertStatistics:
     share: float
-    """Of all visits in the layer."""
+    """Fraction of all visits in the layer."""
     mean_weight: float
     tokens: list[tuple[int, int, float]]
-    """Tokens that come here more often than its share explains: id, visits, and how often the token comes here."""
+    """Tokens routed here more often than average: id, visits, and fraction of the token's occurrences."""
     contexts: list[Context]
-    """Where its weight is highest, one for each token."""
+    """Where its weight is highest, one per distinct token."""
 
 
 @dataclass(frozen=True)
 class LayerStatistics:
     experts: list[ExpertStatistics]
     together_EE: Array
-    """How often two experts are visited by the same token, relative to what their loads alone would make of it."""
+    """How often two experts are visited by the same token, relative to independent routing with the same loads."""
 
     @property
     def dead(self) -> int:
@@ -57,7 +57,7 @@ class LayerStatistics:
 
     @property
     def busiest(self) -> float:
-        """Load of the busiest expert, over the mean."""
+        """Load of the busiest expert relative to the mean."""
         return max(expert.share for expert in self.experts) * len(self.experts)
 
 
@@ -84,7 +84,7 @@ def layer_statistics(visits: Visits, layer: str, num_tokens: int = 8, num_contex
 
 
 def _typical_tokens(token_s: Array, times_of_token: Array, rate: float, count: int) -> list[tuple[int, int, float]]:
-    """By how many visits there are beyond the rate at which any token comes here."""
+    """The tokens whose visits most exceed the average rate, as in `ExpertStatistics.tokens`."""
     token, number = np.unique(token_s, return_counts=True)
     excess = number - rate * times_of_token[token]
     order = np.argsort(-excess, kind="stable")[:count]
@@ -109,7 +109,7 @@ def _strongest(tokens_NL: Array, mine_TK: Array, weights_TK: Array, count: int) 
 
 
 def _together(ids_TK: Array, load_E: Array) -> Array:
-    """(E, E): observed pairs over the pairs of experts that were drawn independently by load; 0 on the diagonal."""
+    """(E, E): observed pairs over pairs expected if experts were drawn independently by load; 0 on the diagonal."""
     num_tokens, num_slots = ids_TK.shape
     num_experts = len(load_E)
     pairs_EE = np.zeros((num_experts, num_experts))

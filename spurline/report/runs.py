@@ -1,4 +1,4 @@
-"""Runs in folders: how each stands, and how two differ. Free of torch."""
+"""Find runs in folders, read their status, and compare two. Torch-free."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from spurline.train.run_state import STATE_FILE
 from spurline.untrusted import lines, open_regular, parse_json, read_json
 
 MAX_DEPTH = 4
-"""How far below a folder runs are looked for: outputs/<config>/<number>, and one more."""
+"""How many levels below a folder to search for runs: outputs/<config>/<number>, and one more."""
 Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """How a run stands, as far as its files tell."""
+    """The status of a run, from its files."""
 
     folder: str
     state: str
-    """running, finished, stopped or failed; converted for the folder of a model that no run has trained."""
+    """running, finished, stopped or failed; converted if the folder holds an imported model that was never trained."""
     step: int
     steps: int | None
-    """As many as it was meant to take."""
+    """The number of steps in its config."""
     loss: float | None
     validation_loss: float | None
     bits_per_byte: float | None
     when: str
     """When it last wrote metrics."""
     why: str
-    """Why it has failed."""
+    """Why it failed."""
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """The run folders in a folder, and it itself if it is one; the one that was written to last comes first."""
+    """The run folders in `folder`, which may be one itself; the most recently written comes first."""
     found = [path for path in _folders(folder, MAX_DEPTH) if is_run(path) and (path / "config.json").is_file()]
     return sorted(found, key=_time, reverse=True)
 
@@ -91,7 +91,7 @@ def _state(run: Path, step: int, steps: int | None, has_metrics: bool) -> tuple[
 
 
 def read_records(run: Path) -> dict[int, Record]:
-    """The lines of metrics.jsonl by step; those that make no sense are left out."""
+    """The lines of metrics.jsonl by step; invalid lines are skipped."""
     found: dict[int, Record] = {}
     try:
         with open_regular(run / "metrics.jsonl") as file:
@@ -107,7 +107,7 @@ def read_records(run: Path) -> dict[int, Record]:
 
 
 def read_object(path: Path) -> Record:
-    """The object in a JSON file; empty if there is none."""
+    """The object in a JSON file; empty if there is no valid one."""
     try:
         content = read_json(path)
     except (OSError, ValueError):
@@ -116,14 +116,14 @@ def read_object(path: Path) -> Record:
 
 
 def changed_options(first: Path, second: Path) -> list[tuple[str, Any, Any]]:
-    """The options in which two runs differ, with both values; folders and what was recorded of machines aside."""
+    """The options in which two runs differ, with both values, except for folders and the recorded environment."""
     one, other = (_flat(read_object(run / "config.json")) for run in (first, second))
     names = [name for name in dict.fromkeys((*one, *other)) if not name.startswith(("environment.", "job."))]
     return [(name, one.get(name), other.get(name)) for name in names if one.get(name) != other.get(name)]
 
 
 def common_steps(first: Path, second: Path, most: int = 12) -> list[tuple[int, Record, Record]]:
-    """Records of steps that both runs have written: evenly spread, the last one included."""
+    """Records of steps that both runs have written, evenly spaced, including the last."""
     one, other = read_records(first), read_records(second)
     steps = sorted(one.keys() & other.keys())
     if len(steps) > most:

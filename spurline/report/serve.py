@@ -1,6 +1,6 @@
-"""Serve the report of runs to a browser on this machine, up to date while they train. Free of torch.
+"""Serve the report of runs to a browser on this machine, kept up to date while they train. Torch-free.
 
-The server listens on 127.0.0.1 and answers two paths, `/` and `/version`: there is no path to a file in a request.
+The server listens on 127.0.0.1 and answers two paths, `/` and `/version`; requests cannot name files.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from spurline.train.folder_lock import is_owned
 
 HOST = "127.0.0.1"
 WATCHED = ("metrics.jsonl", "samples.jsonl", "config.json")
-SHARE_OF_TIME = 0.2  # a page of a long run takes seconds to make: at most this share of the time is spent on it
+SHARE_OF_TIME = 0.2  # at most this share of the time is spent on rendering, which takes seconds for a long run
 HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": (
@@ -33,7 +33,7 @@ HEADERS = {
 
 
 class Follower:
-    """The page of some runs, made again when their files have changed. Its version is in it, as a meta element."""
+    """The page of some runs, rendered again when their files change; a meta element holds its version."""
 
     def __init__(self, folders: list[str]) -> None:
         self.folders = folders
@@ -41,7 +41,7 @@ class Follower:
         self._page, self._version, self._seconds, self._made = "", "", 0.0, 0.0
 
     def page(self) -> tuple[str, str]:
-        """The page, and what its version is called."""
+        """The page and its version."""
         with self._lock:
             now = time.monotonic()
             version = " ".join(self._signs())
@@ -52,7 +52,7 @@ class Follower:
             return self._page, self._version
 
     def _signs(self) -> Iterator[str]:
-        """What changes whenever the page would."""
+        """Strings that change whenever the page would: the state, file sizes and modification times."""
         for folder in map(Path, self.folders):
             yield f"{is_owned(folder):d}"
             for name in WATCHED:
@@ -70,7 +70,7 @@ class Follower:
 
 
 def _waiting_page(problem: str, version: str) -> str:
-    """For a run without a step, and for files that can't be read: it is replaced as soon as there is something."""
+    """The page shown until there is a first step and all files can be read."""
     own = files("spurline.report")
     style, script = (own.joinpath(name).read_text(encoding="utf-8") for name in ("style.css", "follow.js"))
     return (
@@ -100,7 +100,7 @@ class Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def _is_from_here(self) -> bool:
-        """Whether the browser asked for this machine by its own name: a page of strangers can point theirs here."""
+        """Whether the Host header names this machine, as protection against DNS rebinding."""
         port = self.server.server_address[1]
         return self.headers.get("Host", "") in (f"{HOST}:{port}", f"localhost:{port}")
 
@@ -118,11 +118,11 @@ class Handler(BaseHTTPRequestHandler):
         return "spurline"
 
     def log_message(self, format: str, *arguments: object) -> None:
-        """Nothing: the terminal belongs to the user."""
+        """Log nothing: the terminal belongs to the user."""
 
 
 class ReportServer(ThreadingHTTPServer):
-    """Serves the report of `folders` on a port of this machine; 0 takes any that is free."""
+    """Serves the report of `folders` on a port of this machine (0: any free port)."""
 
     daemon_threads = True
 
@@ -131,7 +131,7 @@ class ReportServer(ThreadingHTTPServer):
         self.follower = Follower(folders)
 
     def server_bind(self) -> None:
-        """Without asking for the name of this machine, which can take seconds where there is no network."""
+        """Bind without looking up the host name, which can take seconds without a network."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = HOST, self.server_address[1]
 
@@ -140,4 +140,4 @@ class ReportServer(ThreadingHTTPServer):
         return f"http://{HOST}:{self.server_address[1]}/"
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Nothing: a browser that closes its connection is no error."""
+        """Ignore it: a browser that closes its connection is not an error."""

@@ -1,4 +1,4 @@
-"""Pages without scripts, for commands that show one thing: words, tables, and charts as SVG. Free of torch."""
+"""Pages without scripts: text, tables and SVG charts. Torch-free."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ code { white-space: pre-wrap; } .soft { color: var(--soft); }
 
 
 def static_page(title: str, *parts: str) -> str:
-    """One HTML file with the style of reports; parts are HTML."""
+    """A self-contained HTML file in the style of reports; `parts` are HTML."""
     style = files("spurline.report").joinpath("style.css").read_text(encoding="utf-8")
     return "\n".join(
         [
@@ -37,7 +37,7 @@ def static_page(title: str, *parts: str) -> str:
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Cells that are numbers, or look like them, are set flush right."""
+    """An HTML table; cells that look like numbers are right-aligned."""
 
     def cell(tag: str, value: Any) -> str:
         is_number = str(value).lstrip("-").replace(".", "").replace("e", "").replace("-", "").rstrip("%").isdigit()
@@ -56,7 +56,7 @@ def line_chart(
     log_x: bool = False,
     marks: Sequence[tuple[float, str]] = (),
 ) -> str:
-    """Lines of (x, y) points with a color each, and vertical marks; points that are not finite are left out."""
+    """An SVG chart of lines, each a color and (x, y) points, with vertical marks; non-finite points are omitted."""
     lines = [(color, [(x, y) for x, y in points if math.isfinite(x + y)]) for color, points in lines]
     every = [point for _, points in lines for point in points]
     if not every:

@@ -1,4 +1,4 @@
-"""What a run came to, in a few numbers: the line a report opens with, and the numbers below it. Free of torch."""
+"""A run's results in a few numbers: the first line of a report, and the numbers below it. Torch-free."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from spurline.report.read import Record, Run
 
-LATELY = 20  # lines of metrics whose median is the speed of a run now
+LATELY = 20  # the current speed is the median of this many records
 
 
 def summary(run: Run) -> str:
@@ -31,7 +31,7 @@ def _progress(run: Run) -> str:
 
 
 def _now(run: Run) -> list[str]:
-    """Loss, bits per byte and speed at the end of what was written so far."""
+    """The latest loss, bits per byte and speed."""
     found = []
     if losses := values(run, "loss"):
         found.append(f"loss {losses[-1]:.3f}")
@@ -54,7 +54,7 @@ def values(run: Run, name: str) -> list[float]:
 
 
 def numbers(run: Run) -> dict[str, tuple[str, str]]:
-    """What the run came to, by name: a number, and what it is about."""
+    """The results of the run by name: a number and its description."""
     found: dict[str, tuple[str, str]] = {}
     if held_out := [r for r in run.records if isinstance(r.get("bits_per_byte"), int | float)]:
         best = min(held_out, key=lambda record: record["bits_per_byte"])
@@ -89,7 +89,7 @@ def _median(known: list[float]) -> float:
 
 
 def _dropped_rows(run: Run) -> float | None:
-    """Those of all layers and lines; None where no layer has a fixed capacity."""
+    """The total over all layers and records; None if no layer has a fixed capacity."""
     by_layer = [record["capacity"] for record in run.records if isinstance(record.get("capacity"), dict)]
     layers: list[Record] = [layer for layers in by_layer for layer in layers.values() if isinstance(layer, dict)]
     found = [layer["dropped_rows"] for layer in layers if isinstance(layer.get("dropped_rows"), int | float)]
@@ -97,7 +97,7 @@ def _dropped_rows(run: Run) -> float | None:
 
 
 def short(value: float) -> str:
-    """1.23M: three digits and a unit."""
+    """Format with three digits and a unit: 1.23M."""
     for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
         if value >= limit:
             return f"{value / (1e3 if unit == 'k' else limit):.3g}{unit}"

@@ -1,4 +1,4 @@
-"""Long series made short enough for a page, with what matters in them. Free of torch."""
+"""Downsample long series for a page, keeping spikes. Torch-free."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Values = list[float | None]
 
 
 def thin(steps: Sequence[int], values: Sequence[float | None], most: int) -> tuple[list[int], Values]:
-    """At most `most` points: of each stretch of steps the lowest and the highest, so that no spike gets lost.
+    """At most `most` points: the lowest and highest of each stretch of steps, so that no spike is lost.
 
     A stretch without any value keeps one gap.
     """
@@ -22,7 +22,7 @@ def thin(steps: Sequence[int], values: Sequence[float | None], most: int) -> tup
 
 
 def mean_by_stretch(values: Sequence[float | None], most: int) -> Values:
-    """At most `most` values, each the mean of those known in a stretch."""
+    """At most `most` values, each the mean of the known values in a stretch."""
     means: Values = []
     for stretch in stretches(len(values), most):
         known = [value for place in stretch if (value := values[place]) is not None]
@@ -31,11 +31,11 @@ def mean_by_stretch(values: Sequence[float | None], most: int) -> Values:
 
 
 def stretches(length: int, most: int) -> list[range]:
-    """The places 0 .. length-1 in at most `most` runs of about the same length."""
+    """Split 0 .. length-1 into at most `most` ranges of about equal length."""
     count = min(length, most)
     return [range(length * i // count, length * (i + 1) // count) for i in range(count)]
 
 
 def _short(value: float | None) -> float | None:
-    """Five digits: more than a chart can show, and a third of the bytes."""
+    """Round to five digits: more than a chart can show, in a third of the bytes."""
     return None if value is None else float(f"{value:.5g}")

@@ -1,1 +1,1 @@
-"""One real training step as rank 0 of many ranks that aren't there, on a device that isn't there: what it costs."""
+"""Simulate a real training step as rank 0 of many ranks, without the ranks or the device, and record its cost."""

@@ -1,4 +1,4 @@
-"""What a step does that costs an accelerator time or memory, by layer and line of code; and what of it is too much."""
+"""Audit a step for what costs an accelerator time or memory, by layer and line of code, against a budget."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from spurline.train.trainer import Trainer
 
 LOG = "log"
 LENGTHS = "lengths"
-"""The phases of what an audit does after a step: log it, and run a compiled model on sequences of other lengths."""
+"""Phases of an audit after the step: log it, and run a compiled model on other sequence lengths."""
 
 
 @dataclass(frozen=True)
 class LayerRow:
-    """What one part of the model does in a step."""
+    """Totals of one part of the model in a step."""
 
     name: str
     host_waits: int
@@ -46,7 +46,7 @@ class Audit:
     simulation: Simulation
     layers: list[LayerRow]
     graphs_by_length: list[int]
-    """Graphs that were compiled for the first, second and third sequence length."""
+    """Number of graphs compiled for the first, second and third sequence length."""
 
     @property
     def config(self) -> RunConfig[Any]:
@@ -70,9 +70,9 @@ def audit_step(config: RunConfig[Any], num_ranks: int, hardware: Hardware) -> Au
 
 
 def run_other_lengths(trainer: Trainer, graphs: CompiledGraphs) -> Iterator[int]:
-    """Sequences of 3/4 and of 1/2 of the length, forward and backward; gives the graphs that each needed.
+    """Run forward and backward at 3/4 and 1/2 of the sequence length; yields the number of new graphs for each.
 
-    The first other length tells the compiler that lengths change, so only the second must need none.
+    The first makes the compiler treat lengths as dynamic, so only the second must need no new graph.
     """
     size, length = trainer.config.training.local_batch_size, trainer.config.training.seq_len
     first_stage = trainer.model.parts[0] if isinstance(trainer.model, PipelinedModel) else None
@@ -118,18 +118,18 @@ def layer_rows(done: Simulation) -> list[LayerRow]:
 
 
 def waits(accesses: Iterable[HostAccess], *phases: str) -> list[HostAccess]:
-    """Those in which the host waits for the device."""
+    """The accesses in these phases in which the host waits for the device."""
     return [access for access in accesses if access.blocking and access.phase in phases]
 
 
 def kept_weights(done: Simulation) -> list[Allocation]:
-    """Copies of weights that are kept for the backward pass: as large as a parameter, and cast to the compute dtype."""
+    """Weight copies saved for the backward pass: in the shape of a parameter, and cast to the compute dtype."""
     casts = [a for a in done.memory.all if a.holder == KEPT and a.op == "_to_copy"]
     return [a for a in casts if a.shape in done.weights and a.dtype == done.config.training.dtype]
 
 
 def violations(audit: Audit, budget: Budget) -> list[str]:
-    """One line for everything that is more than the budget allows."""
+    """One line for each budget that is exceeded."""
     done, config = audit.simulation, audit.config
     found: list[str] = []
     host = done.trace.host
@@ -140,7 +140,7 @@ def violations(audit: Audit, budget: Budget) -> list[str]:
     in_layers: dict[str, list[HostAccess]] = defaultdict(list)
     for access in waits(host, "forward"):
         in_layers[part_of(access.place.module)].append(access)
-    # A compiled graph does not say which layer it runs for: its waits are counted together.
+    # A compiled graph does not record which layer it runs for, so its waits are counted together.
     num_layers = done.num_moe_layers if config.compile.enable else 1
     for layer, accesses in sorted(in_layers.items()):
         limit = allowed * num_layers if layer == "step" else allowed
@@ -166,7 +166,7 @@ def _gather_violations(done: Simulation, budget: Budget) -> list[str]:
     in_step = [one for one in done.trace.collectives if one.phase in ("forward", "backward") and one.place.in_fsdp]
     gathers = [one for one in in_step if one.collective.kind == "all-gather"]
     wrong = [one for one in gathers if one.collective.dtype != wanted]
-    # What the model keeps in float32 may be gathered once in the forward and once in the backward pass.
+    # Parameters that the model keeps in float32 may be gathered once in forward and once in backward.
     by_design = 2 * done.simulated_micro_batches * done.float32_bytes
     num_wrong = max(0, sum(one.collective.num_bytes for one in wrong) - by_design)
     share = num_wrong / max(1, sum(one.collective.num_bytes for one in gathers))

@@ -1,4 +1,4 @@
-"""What a collective moves: its size, its group, and the bytes that cross the links inside a node and between nodes."""
+"""Traffic of a collective: its size, its group, and the bytes sent within a node and between nodes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from spurline.parallel.mesh import Meshes
 
-# By the name of an op.
+# By op name.
 _KINDS = {
     "_allgather_base_": "all-gather",
     "allgather_": "all-gather",
@@ -40,11 +40,11 @@ class Collective:
     kind: str
     dtype: str
     num_bytes: int
-    """The larger of what a rank puts in and gets out; of an all-to-all, what it gets out or puts in, the larger."""
+    """The larger of a rank's input and output."""
     axis: str
     group_size: int
     intra_bytes: float
-    """What this rank sends or receives, whichever is more, over the links inside its node."""
+    """What this rank sends or receives, whichever is more, over the links within its node."""
     inter_bytes: float
     """The same to other nodes."""
 
@@ -54,7 +54,7 @@ class Collective:
 
 
 class Groups:
-    """The process groups of a run by name: the axis of a mesh, and how many of its ranks are on this rank's node."""
+    """The process groups of a run by name: their mesh axis, and how many of their ranks are on this rank's node."""
 
     def __init__(self, meshes: Meshes | None, gpus_per_node: int) -> None:
         self.gpus_per_node = gpus_per_node
@@ -68,7 +68,7 @@ class Groups:
         return self._axes.get(group.group_name, f"{group.size()} ranks")
 
     def size_and_neighbors(self, group: ProcessGroup) -> tuple[int, int]:
-        """Ranks of the group, and those of them on this rank's node."""
+        """The number of ranks in the group, and how many of them are on this rank's node."""
         name = group.group_name
         if name not in self._size_and_neighbors:
             ranks = dist.get_process_group_ranks(group)
@@ -79,7 +79,7 @@ class Groups:
 
 
 def _axes_of(meshes: Meshes) -> Iterator[tuple[str, ProcessGroup]]:
-    """By size, so that of two names for the same ranks the more telling one comes first."""
+    """The axes and their groups; if two names have the same ranks, the more specific one comes first."""
     d = meshes.degrees
     views = (
         (meshes.shares, {"cp": d.cp}),
@@ -109,7 +109,7 @@ def is_collective(op: Any) -> bool:
 
 
 def group_of(args: Sequence[Any]) -> ProcessGroup:
-    """The process group among the arguments of a collective: itself, or its name."""
+    """The process group among the arguments of a collective, given as an object or by name."""
     for arg in args:
         if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
             return ProcessGroup.unbox(arg)
@@ -131,7 +131,7 @@ def describe(op: Any, args: Sequence[Any], result: Any, groups: Groups) -> Colle
     tensors = [leaf for leaf in tree_leaves(list(args)) if isinstance(leaf, Tensor)]
     outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)] or tensors
     if op.namespace == "c10d" and kind in ("all-gather", "reduce-scatter"):
-        outputs, tensors = tensors[:1], tensors[1:]  # those that write into a given tensor name it first
+        outputs, tensors = tensors[:1], tensors[1:]  # ops that write into a given tensor take it first
     num_bytes = max(_bytes(outputs[0]), _bytes(tensors[0]))
     if kind == "all-to-all":
         inside = (neighbors - 1) / size
@@ -139,7 +139,7 @@ def describe(op: Any, args: Sequence[Any], result: Any, groups: Groups) -> Colle
         if (splits := _splits(args)) is not None:
             intra, inter = _uneven(splits, neighbors, _bytes(tensors[0]) / max(1, tensors[0].shape[0]))
     else:
-        # Each byte reaches a node once, over the adapters of all of its ranks in the group, and then every rank.
+        # Each byte enters a node once, over the adapters of all its ranks in the group, and then reaches every rank.
         passes = 2 if kind == "all-reduce" else 1
         intra = passes * num_bytes * (neighbors - 1) / neighbors
         inter = passes * num_bytes * (num_nodes - 1) / num_nodes / neighbors
@@ -157,7 +157,7 @@ def _splits(args: Sequence[Any]) -> list[list[int]] | None:
 
 
 def _uneven(splits: list[list[int]], neighbors: int, row_bytes: float) -> tuple[float, float]:
-    """Rank 0's bytes to or from its node and the others: its own ranks are the first ones, itself the very first."""
+    """Rank 0's bytes within its node and to or from others; its node's ranks come first, starting with itself."""
     intra = max(sum(rows[1:neighbors]) for rows in splits)
     inter = max(sum(rows[neighbors:]) for rows in splits)
     return intra * row_bytes, inter * row_bytes

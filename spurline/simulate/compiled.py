@@ -1,4 +1,4 @@
-"""Compiled graphs of a simulated step: how many there are, what broke them, and where their ops come from."""
+"""Compiled graphs of a simulated step: their number, graph breaks, and the source lines of their ops."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class CompiledGraphs:
 
     @contextmanager
     def recording(self, config: RunConfig[Any]) -> Iterator[RunConfig[Any]]:
-        """The config with a backend that compiles graphs as they would be captured, and runs them op by op."""
+        """The config with a backend that captures graphs as usual, but runs them op by op."""
         if not config.compile.enable:
             yield config
             return
@@ -50,7 +50,7 @@ class CompiledGraphs:
 
         torch._dynamo.register_backend(count_and_compile, name=BACKEND)
         try:
-            # The loss runs as it is: of the cross-entropy of meta tensors torch (2.13) compiles a backward of nothing.
+            # The loss runs eagerly: for a cross-entropy on meta tensors, torch (2.13) compiles an empty backward.
             enable = "model" in config.compile.parts
             yield replace(config, compile=replace(config.compile, enable=enable, backend=BACKEND, components="model"))
         finally:
@@ -68,7 +68,7 @@ class CompiledGraphs:
 
 
 class _Interpreter(fx.Interpreter):
-    """Runs a graph node by node, so that the recorder knows which line of code each comes from."""
+    """Runs a graph node by node, so that the recorder knows the source line of each."""
 
     def __init__(self, graph: fx.GraphModule, graphs: CompiledGraphs) -> None:
         super().__init__(graph)
@@ -86,7 +86,7 @@ class _Interpreter(fx.Interpreter):
 
 
 def line_of(node: fx.Node) -> str:
-    """file:line of the code that a node was traced from; empty if it is not known."""
+    """file:line of the code that a node was traced from; empty if unknown."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     ours = [frame for frame in frames if "/torch/" not in frame[0]]
     return f"{short_path(ours[-1][0])}:{ours[-1][1]}" if ours else ""

@@ -1,8 +1,8 @@
-"""A device that is not there: PyTorch's meta device in the place of an accelerator.
+"""A simulated device: PyTorch's meta device in place of an accelerator.
 
-A tensor on it has a shape, a dtype and a storage with a size, and no values. It is no CPU tensor, so all code takes the
-branches of an accelerator; host tensors stay real. What FSDP2, autocast, fused optimizers and attention ask of an
-accelerator is answered here, for as long as `simulated_device` lasts.
+A tensor on it has a shape, a dtype and a storage with a size, but no data. It is not a CPU tensor, so all code takes
+the accelerator branches; host tensors stay real. Within `simulated_device`, the queries that FSDP2, autocast, fused
+optimizers and attention make to an accelerator are answered here.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ DEVICE = torch.device("meta")
 def simulated_device(
     timeline: Timeline, on_wait: Callable[[str], None], on_list: Callable[[Tensor], None]
 ) -> Iterator[None]:
-    """Let the meta device pass for an accelerator whose streams are those of `timeline`.
+    """Make the meta device act as an accelerator with the streams of `timeline`.
 
-    on_wait is called, with a word for it, wherever the host waits for a stream or an event; on_list with each tensor
-    that is made on the device of numbers on the host, where no op says so.
+    on_wait is called with a description wherever the host waits for a stream or an event; on_list with each tensor
+    created on the device from Python numbers, which no op reports.
     """
-    # Which functions `with torch.device(..)` applies to is looked up once in a process: it must be the real ones.
+    # The functions that `with torch.device(..)` applies to are cached per process: cache the real ones first.
     torch.utils._device._device_constructors()
     with ExitStack() as stack:
 
@@ -65,19 +65,19 @@ def simulated_device(
         replace(torch, "tensor", _noted(torch.tensor, on_list))
         replace(torch.Tensor, "record_stream", lambda tensor, stream: None)
         replace(torch.Tensor, "pin_memory", lambda tensor, device=None: tensor)
-        # FSDP2 takes parameters on the meta device for parameters that were forgotten.
+        # FSDP2 rejects parameters on the meta device as not materialized.
         replace(FSDPParamGroup, "_validate_no_meta_params", lambda group: None)
         optimizers = (import_module(f"torch.optim.{name}") for name in ("optimizer", "adam", "adamw"))
         for user in (_foreach_utils, *optimizers, spurline.train.optimizer.build):
             if known := getattr(user, _FUSED, None):
                 replace(user, _FUSED, lambda known=known: [*known(), DEVICE.type])
-        # The device stands for one with fused optimizers that can skip a step, and a kernel for grouped products.
+        # The simulated device has fused optimizers that can skip a step, and a grouped matmul kernel.
         replace(spurline.train.optimizer.masked, "can_skip_fused_adamw", lambda device: True)
         replace(spurline.moe.kernels.grouped_mm, "has_grouped_mm_kernel", lambda device, dtype: dtype == torch.bfloat16)
         replace(spurline.models.common.mask, "_flex", lambda device: _attention_by_blocks)
-        # Pipeline stages that do not exist have no records.
+        # The other pipeline stages don't exist and have no records.
         replace(spurline.train.metrics.step_metrics, "join_records", lambda record, reductions, group: record)
-        # What was remembered of another simulated device.
+        # Drop state cached for another simulated device.
         replace(spurline.accelerator, "_side_streams", {})
         spurline.accelerator._memory_of.cache_clear()
         stack.callback(spurline.accelerator._memory_of.cache_clear)
@@ -89,7 +89,7 @@ def simulated_device(
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Another value for an attribute of a module or class, for as long as the block lasts."""
+    """Replace an attribute of a module or class within the block."""
     missing = object()
     before = vars(owner).get(name, missing)
     setattr(owner, name, value)
@@ -106,7 +106,7 @@ _FUSED = "_get_fused_kernels_supported_devices"
 
 
 def _device_module(timeline: Timeline, on_wait: Callable[[str], None]) -> Any:
-    """What torch.<device> is for a real accelerator, as far as it is used."""
+    """Stand-in for torch.<device>, with the parts that are used."""
 
     class WaitedEvent(Event):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -147,7 +147,7 @@ def _device_module(timeline: Timeline, on_wait: Callable[[str], None]) -> Any:
 
 
 def _simulated_or(real: Any, simulated: Any) -> Any:
-    """torch.Event or torch.Stream, of the simulated device where that is what is asked for."""
+    """torch.Event or torch.Stream, which makes simulated ones for the simulated device."""
 
     class Either(type):
         def __call__(cls, device: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -163,7 +163,7 @@ def _simulated_or(real: Any, simulated: Any) -> Any:
 
 def _noted(make: Callable[..., Tensor], note: Callable[[Tensor], None]) -> Callable[..., Tensor]:
     def made(*args: Any, **kwargs: Any) -> Tensor:
-        if torch.compiler.is_compiling():  # a graph holds a constant, and copies it when it runs
+        if torch.compiler.is_compiling():  # a graph holds a constant and copies it when it runs
             return make(*args, **kwargs)
         tensor = make(*args, **kwargs)
         is_copy = isinstance(kwargs.get("data", args[-1]), Tensor)
@@ -175,7 +175,7 @@ def _noted(make: Callable[..., Tensor], note: Callable[[Tensor], None]) -> Calla
 
 
 def _accelerator_for_others(real: Callable[..., Any]) -> Callable[..., Any]:
-    """The simulated device is the accelerator of whoever asks, but PyTorch itself: its compiler would want more."""
+    """Report the simulated device to all callers except PyTorch, whose compiler would expect more of it."""
 
     def current_accelerator(check_available: bool = False) -> torch.device | None:
         frame = sys._getframe(1)
@@ -187,7 +187,7 @@ def _accelerator_for_others(real: Callable[..., Any]) -> Callable[..., Any]:
     return current_accelerator
 
 
-# What PyTorch asks of autocast for any accelerator, with the answer for ours, which has none.
+# Autocast functions that PyTorch calls for any accelerator, with the results for ours, which has no autocast.
 _AUTOCAST = {
     "is_autocast_enabled": False,
     "get_autocast_dtype": torch.bfloat16,
@@ -210,7 +210,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """The op that PyTorch takes on an accelerator: flash attention, or for masks and other shapes the efficient one."""
+    """PyTorch's op on an accelerator: flash attention, or memory-efficient attention for masks and other shapes."""
     if attn_mask is None and q_BHLR.shape[-1] == v_BGSV.shape[-1]:
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         return flash(q_BHLR, k_BGSR, v_BGSV, dropout_p, is_causal, False, scale=scale)[0]
@@ -225,7 +225,7 @@ def _attention(
 def _attention_by_blocks(
     q_BHLR: Tensor, k_BGSR: Tensor, v_BGSV: Tensor, block_mask: Any, scale: float, enable_gqa: bool
 ) -> Tensor:
-    """flex_attention, which does not run on this device: the same work, if half of the keys are seen."""
+    """Stand-in for flex_attention, which can't run on this device: the same work if half of the keys are visible."""
     return torch.nn.functional.scaled_dot_product_attention(
         q_BHLR, k_BGSR, v_BGSV, is_causal=True, scale=scale, enable_gqa=enable_gqa
     )

@@ -1,6 +1,6 @@
-"""Which bytes a device holds at each moment of a step, and who holds them.
+"""The memory that a device holds at each moment of a step, by holder.
 
-Every storage on the device has a birth, a death and a holder. A moment is the number of ops that were run before it.
+Every storage on the device has a birth, a death and a holder. A moment is the number of ops run before it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ KEPT = "kept for backward"
 BATCH = "batch"
 TEMPORARY = "temporaries"
 HOLDERS = (PARAMETERS, OPTIMIZER, GRADIENTS, BATCH, KEPT, GATHERED, REDUCED, TEMPORARY)
-"""From what is always there to what comes and goes."""
+"""Ordered from persistent to transient."""
 GRANULE = 512
-"""An allocator gives memory in pieces of this size."""
+"""Allocation granularity in bytes."""
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Memory:
         self._live: dict[int, Allocation] = {}
 
     def add(self, tensor: Tensor, holder: str, op: str, place: Place, phase: str) -> None:
-        """Note the storage of a tensor, unless it is known."""
+        """Record the storage of a tensor, unless it is known."""
         tensor = local_part(tensor)
         if tensor.device != self.device:
             return
@@ -78,7 +78,7 @@ class Memory:
             allocation.death = self.moment
 
     def resized(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
-        """A storage that is emptied and filled again, as FSDP2's are, dies and is born again."""
+        """Record a resize, by which FSDP2 frees and reallocates storages, as the end of an allocation and a new one."""
         key = storage._cdata
         if (known := self._live.get(key)) is None:
             return
@@ -89,19 +89,19 @@ class Memory:
         self._live[key] = born
 
     def hold(self, tensors: Iterable[Tensor], holder: str) -> None:
-        """Say who holds these tensors, whoever made them."""
+        """Set the holder of these tensors, whatever allocated them."""
         for tensor in tensors:
             if known := self._live.get(local_part(tensor).untyped_storage()._cdata):
                 known.holder = holder
 
     def keep(self, phase: str) -> None:
-        """Whatever was made in this phase and is still there is kept for the backward pass."""
+        """Mark tensors that were allocated in this phase and are still alive as kept for backward."""
         for allocation in self._live.values():
             if allocation.phase == phase and allocation.holder == TEMPORARY:
                 allocation.holder = KEPT
 
     def curve(self) -> list[tuple[int, int]]:
-        """The bytes that are held from each moment on at which they change."""
+        """(moment, bytes held from then on), for each moment at which the total changes."""
         change: Counter[int] = Counter()
         for allocation in self.all:
             change[allocation.birth] += allocation.num_bytes
@@ -114,7 +114,7 @@ class Memory:
         return points
 
     def peak(self) -> tuple[int, int]:
-        """The moment at which most bytes are held, and how many."""
+        """The moment of peak memory, and the bytes held then."""
         return max(self.curve(), key=lambda point: (point[1], -point[0]), default=(0, 0))
 
     def held_at(self, moment: int) -> list[Allocation]:
@@ -127,7 +127,7 @@ class Memory:
         return {holder: held[holder] for holder in HOLDERS}
 
     def curves_by_holder(self, num_points: int) -> tuple[list[int], dict[str, list[int]]]:
-        """For at most num_points stretches of the step, what each holder has when the stretch holds most."""
+        """The bytes of each holder at the peak of each of at most num_points stretches of the step."""
         curve = self.curve()
         size = max(1, -(-len(curve) // num_points))
         stretches = [curve[start : start + size] for start in range(0, len(curve), size)]

@@ -1,4 +1,4 @@
-"""A page about a plan: memory over the step by who holds it, and the tables. One HTML file, drawn without scripts."""
+"""The page of a plan: memory over the step by holder, and tables. One HTML file without scripts."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def make_page(plan: Plan, title: str) -> str:
 
 
 def memory_chart(plan: Plan) -> str:
-    """Stacked areas, from what is always there up to what comes and goes, over the ops of the step."""
+    """Stacked areas over the ops of the step, from persistent to transient memory."""
     moments: list[int] = plan.curve["moments"]
     held: dict[str, list[int]] = {name: sizes for name, sizes in plan.curve["bytes"].items() if any(sizes)}
     top = max([plan.peak_bytes, *([plan.capacity_bytes] if plan.fits else [])]) * 1.05

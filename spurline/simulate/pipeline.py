@@ -15,18 +15,18 @@ from spurline.simulate.schedule import BACKWARD_WEIGHT, FORWARD, schedule_order
 from spurline.simulate.timeline import Timeline
 
 SPLIT = 0.5
-"""What part of a backward pass the gradients of inputs take, and what part those of weights."""
+"""Fraction of a backward pass spent on input gradients; the rest is for weight gradients."""
 
 
 def few_micro_batches(schedule: str, pp: int, number: int) -> int:
-    """As many micro-batches as it takes for every rank to hold as much as it ever will; at most `number`."""
+    """The number of micro-batches at which every rank reaches its peak memory; at most `number`."""
     stages = pp * SCHEDULES[schedule].stages_per_rank
     fitting = (few for few in range(min(number, stages + 2), number) if not micro_batch_problem(schedule, pp, few))
     return next(fitting, number)
 
 
 class OwnPipeline:
-    """A TrainingPipeline whose neighbours send empty memory; it notes how long each stage takes."""
+    """A TrainingPipeline whose neighbors send empty tensors; it records how long each stage takes."""
 
     def __init__(self, model: PipelinedModel, num_micro_batches: int, tokens_BL: Tensor, phase: Phase) -> None:
         self.model, self.tokens_BL = model, tokens_BL
@@ -35,7 +35,7 @@ class OwnPipeline:
         self.stages = {n: Stage(part, n, layout, tokens_BL, phase) for n, part in model.parts.items()}
         self.timeline: Timeline | None = None
         self.seconds: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
-        """Of each action, by its kind (F or B) and stage."""
+        """Times of the actions, by kind (F or B) and stage."""
 
     def step(self, micro_batches: Sequence[Any], loss_of: Callable[..., Tensor]) -> list[Tensor]:
         kept: dict[tuple[int, int], tuple[Tensor, Tensor | None]] = {}
@@ -73,5 +73,5 @@ class OwnPipeline:
         return self.timeline.compute.tail if self.timeline is not None else 0.0
 
     def stage_seconds(self) -> dict[tuple[str, int], float]:
-        """The mean of each kind of action and stage."""
+        """The mean time of each kind of action and stage."""
         return {key: sum(times) / len(times) for key, times in self.seconds.items()}

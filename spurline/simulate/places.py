@@ -1,4 +1,4 @@
-"""Where in the code and in the model something happens."""
+"""Locate ops in the source code and in the model."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _NOT_OURS = (_TORCH, _HERE, os.path.dirname(os.path.abspath(os.__file__)), "<")
 
 class Place(NamedTuple):
     module: str
-    """The path of the module in the model; empty outside of it."""
+    """The path of the module in the model; empty outside the model."""
     line: str
     """file:line of the innermost frame that belongs neither to torch nor to the simulation."""
     in_fsdp: str = ""
-    """The function of FSDP2 that did it, if one did."""
+    """The FSDP2 function that ran the op, if any."""
 
 
 def short_path(path: str) -> str:
-    """Below the folder of the package or of the process, if it lies there."""
+    """The path relative to the package's parent or the working directory, if it is inside one of them."""
     for folder in (_PACKAGE, os.getcwd()):
         if path.startswith(folder + os.sep):
             return path[len(folder) + 1 :]
@@ -36,7 +36,7 @@ def short_path(path: str) -> str:
 
 
 def calling_line() -> tuple[str, str]:
-    """file:line of whoever runs the current op, and which function of FSDP2 lies in between."""
+    """file:line of the code that runs the current op, and the FSDP2 function in between, if any."""
     frame: Any = sys._getframe(1)
     in_fsdp = ""
     while frame is not None:
@@ -50,7 +50,7 @@ def calling_line() -> tuple[str, str]:
 
 
 class ModuleTracker:
-    """Which module runs: in the forward pass by its calls, in the backward pass by the gradients that pass by."""
+    """Tracks which module runs: in forward by module hooks, in backward by gradient hooks."""
 
     def __init__(self, model: nn.Module) -> None:
         self._path = {module: path for path, module in model.named_modules()}
@@ -63,10 +63,10 @@ class ModuleTracker:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Follow the modules of the model for as long as the block lasts."""
+        """Track the modules of the model within the block."""
         handles = [
             nn.modules.module.register_module_forward_pre_hook(self._enter),
-            # always_call: recomputation leaves a forward by an exception as soon as it has what it needs.
+            # always_call: recomputation exits a forward with an exception as soon as it has what it needs.
             nn.modules.module.register_module_forward_hook(self._leave, always_call=True),
         ]
         try:
@@ -76,11 +76,11 @@ class ModuleTracker:
                 handle.remove()
 
     def at(self, path: str) -> None:
-        """Outside of modules: where the step is."""
+        """Set the path that is reported outside modules."""
         self._backward = path
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        # The gradient of an input is there when the module's backward pass is over.
+        # The gradient of an input is ready when the module's backward pass is over.
         self._note_gradients(args, self._stack[-1] if self._stack else "")
         self._stack.append(self._path.get(module, ""))
 

@@ -1,4 +1,4 @@
-"""What a simulated step says about a cluster: memory, bytes by link, and time, as plain data."""
+"""Summarize a simulated step as plain data: memory, bytes by link, and time."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from spurline.simulate.schedule import (
 from spurline.simulate.timeline import Efficiency
 
 RESERVE = 0.06
-"""Of a device's memory: for the runtime, buffers of the collectives library, and gaps between allocations."""
+"""Fraction of device memory for the runtime, the collectives library's buffers, and fragmentation."""
 LARGEST = 12
-"""How many of the largest holders at the peak are named."""
+"""How many of the largest groups of tensors at the peak are listed."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Plan:
-    """One step of the rank with most to do."""
+    """One step of the rank with the most work."""
 
     layout: dict[str, Any]
     device: str
@@ -54,11 +54,11 @@ class Plan:
     tokens_per_step: int
     peak_bytes: int
     capacity_bytes: int
-    """What a step may use of the device's memory."""
+    """Device memory that a step may use."""
     peak_phase: str
     peak_module: str
     holders: dict[str, int]
-    """Bytes at the peak by who holds them."""
+    """Bytes at the peak by holder."""
     largest: list[dict[str, Any]]
     traffic: list[Traffic]
     flops: dict[str, int]
@@ -73,13 +73,13 @@ class Plan:
     launches: int
     simulation_seconds: float
     stages: list[dict[str, Any]] = field(default_factory=list)
-    """Of each rank of a pipeline: its layers, memory, and the part of the step in which it waits for others."""
+    """For each rank of a pipeline: its layers, memory, and the fraction of time it waits for other stages (bubble)."""
     bubble: float = 0.0
-    """That part for all ranks of the pipeline together."""
+    """The bubble averaged over all ranks of the pipeline."""
     estimated: bool = False
-    """From a few layers, not from all."""
+    """Whether it is extrapolated from a few layers."""
     curve: dict[str, Any] = field(default_factory=dict)
-    """Memory over the step by holder: moments, bytes, and where phases begin."""
+    """Memory over the step by holder: moments, bytes, and the start of each phase."""
 
     @property
     def fits(self) -> bool:
@@ -98,7 +98,7 @@ def plan_step(
     efficiency: Efficiency | None = None,
     num_points: int = 0,
 ) -> Plan:
-    """Simulate a step of the config and summarize it; num_points is of the memory curve."""
+    """Simulate a step of the config and summarize it; num_points is the resolution of the memory curve."""
     eager = replace(config, compile=replace(config.compile, enable=False))
     if config.parallelism.pipeline_parallel_degree > 1:
         done = {
@@ -110,12 +110,12 @@ def plan_step(
 
 
 def simulated_ranks(pp: int) -> list[int]:
-    """Which ranks of a pipeline are simulated: the first and the last, and of many two between them."""
+    """The pipeline ranks to simulate: all up to 4, else the first, the last and two in between."""
     return list(range(pp)) if pp <= 4 else [0, 1, pp // 2, pp - 1]
 
 
 def _with_stages(done: dict[int, Simulation], efficiency: Efficiency, num_points: int) -> Plan:
-    """The plan of the rank that needs most memory, in a step that takes as long as its schedule says."""
+    """The plan of the rank that needs the most memory, with the step time of the pipeline schedule."""
     plans = {rank: summarize(one, num_points) for rank, one in done.items()}
     largest = max(plans, key=lambda rank: plans[rank].peak_bytes)
     one, plan = done[largest], plans[largest]
@@ -125,7 +125,7 @@ def _with_stages(done: dict[int, Simulation], efficiency: Efficiency, num_points
 
     def seconds_of(kind: str, stage: int) -> float:
         way = FORWARD if kind == FORWARD else BACKWARD
-        if (way, stage) not in measured:  # like the nearest one that was simulated, for as many layers
+        if (way, stage) not in measured:  # scaled by layers from the nearest simulated stage
             near = min((s for _, s in measured), key=lambda s: (abs(s - stage), s))
             (first, end), (near_first, near_end) = layers[stage], layers[near]
             measured[way, stage] = measured[way, near] * (end - first) / (near_end - near_first)
@@ -218,14 +218,14 @@ def layout_of(done: Simulation) -> dict[str, Any]:
 
 
 def _where(done: Simulation, moment: int) -> tuple[str, str]:
-    """The phase of a moment, and the module that made the last tensor before it."""
+    """The phase of a moment, and the module that allocated the last tensor before it."""
     phase = next((name for name, begin, _ in reversed(done.trace.phases) if begin <= moment), "step")
     last = max((a for a in done.memory.all if a.birth <= moment), key=lambda a: a.birth, default=None)
     return phase, last.place.module if last else ""
 
 
 def _largest(done: Simulation, moment: int) -> list[dict[str, Any]]:
-    """The largest groups of tensors at a moment that share a holder, a line of code and a dtype."""
+    """The largest groups of tensors at a moment, by holder, line of code, op and dtype."""
     groups: dict[tuple[str, str, str, str], list[int]] = defaultdict(list)
     for allocation in done.memory.held_at(moment):
         key = allocation.holder, allocation.place.line, allocation.op, allocation.dtype

@@ -1,4 +1,4 @@
-"""Sees every op of a step and notes what it costs: kernels, collectives, memory, and where the host waits."""
+"""Record the cost of every op of a step: kernels, collectives, memory, and where the host waits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from spurline.simulate.work import is_kernel, work_of
 _aten = torch.ops.aten
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 _SIZED_BY_VALUES = {"nonzero", "masked_select", "unique_dim", "_unique2", "bincount", "repeat_interleave", "equal"}
-"""Ops that make the host wait for values to know how large their result is, or what it is."""
+"""Ops for which the host must wait, since the size or value of their result depends on data."""
 _INDEXED = {"index", "index_put_", "index_put", "_index_put_impl_"}
 
 
@@ -39,7 +39,7 @@ class HostAccess:
     """read (device to host) or write (host to device)."""
     what: str
     blocking: bool
-    """Whether the host waits until the device has come to it."""
+    """Whether the host waits until the device has reached it."""
     place: Place
     phase: str
 
@@ -49,16 +49,16 @@ class Cast:
     source: str
     target: str
     num_bytes: int
-    """Read and written."""
+    """Bytes read and written."""
     of_weight: bool
-    """Whether it is as large as a parameter."""
+    """Whether it has the shape of a parameter."""
     place: Place
     phase: str
 
 
 @dataclass(frozen=True)
 class Communication:
-    """A collective, and where in the step it was."""
+    """A collective and where in the step it ran."""
 
     collective: Collective
     place: Place
@@ -69,7 +69,7 @@ class Communication:
 
 @dataclass
 class Trace:
-    """What a step did."""
+    """The record of a step."""
 
     host: list[HostAccess] = field(default_factory=list)
     collectives: list[Communication] = field(default_factory=list)
@@ -77,23 +77,23 @@ class Trace:
     launches: Counter[tuple[str, str]] = field(default_factory=Counter)
     """Kernels by (phase, module)."""
     flops: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """By (phase, kind)."""
+    """FLOPs by (phase, kind)."""
     phases: list[tuple[str, int, float]] = field(default_factory=list)
-    """Each phase as it begins: its name, the moment (see Memory) and the time."""
+    """The start of each phase: its name, the moment (see Memory) and the time."""
 
 
 class Recorder(TorchDispatchMode):
-    """Runs every op on a device without values, and notes it while `recording`.
+    """Runs every op on a device without data, and records it while `recording`.
 
-    `where` says which module runs. `experts_of(num_tokens, top_k)` gives the experts that tokens visit, where a router
-    selects them.
+    `where` returns the module that runs. `experts_of(num_tokens, num_experts, top_k)` returns the experts of tokens
+    where a router selects them.
     """
 
     supports_higher_order_operators = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled graphs are compiled, and their ops seen when they run."""
+        """Let compilation through; the ops of compiled graphs are recorded when they run."""
         return True
 
     def __init__(
@@ -113,7 +113,7 @@ class Recorder(TorchDispatchMode):
         self.weights: set[tuple[int, ...]] = set()
         self.graphs = CompiledGraphs()
         self.line: Callable[[], str] | None = None
-        """Where a compiled graph comes from, while one runs."""
+        """Returns the source line of the current node while a compiled graph runs."""
         self._in_flight = WeakIdKeyDictionary()
         self._is_dtensor: dict[Any, bool] = {}
 
@@ -139,12 +139,12 @@ class Recorder(TorchDispatchMode):
         return Place(self.where(), (self.line and self.line()) or line, in_fsdp)
 
     def waited(self, what: str) -> None:
-        """The host waited for an event or a stream."""
+        """Record that the host waited for an event or a stream."""
         if self.recording:
             self.trace.host.append(HostAccess("read", what, True, self.place(), self.phase))
 
     def made_of_list(self, tensor: Tensor) -> None:
-        """torch.tensor(numbers, device=...): made on the host, and copied while the host waits."""
+        """Record torch.tensor(numbers, device=...): created on the host, and copied while the host waits."""
         self._write("tensor made of numbers", blocking=True)
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -153,7 +153,7 @@ class Recorder(TorchDispatchMode):
             return op(*args, **kwargs)
         if any(self._is_subclass(kind) for kind in types):
             return NotImplemented
-        if torch._C._get_dispatch_mode(_FAKE) is not None:  # DTensor works out what shapes it will have; tracing
+        if torch._C._get_dispatch_mode(_FAKE) is not None:  # DTensor's shape propagation, or tracing
             return op(*args, **kwargs)
         self.memory.moment += 1
         name = op.overloadpacket.__name__
@@ -201,7 +201,7 @@ class Recorder(TorchDispatchMode):
             self.allocated(outputs, name)
 
     def allocated(self, tensors: Sequence[Tensor], op: str) -> None:
-        """Note the memory of new tensors."""
+        """Record the memory of new tensors."""
         for tensor in tensors:
             if self.memory.knows(tensor):
                 continue
@@ -276,7 +276,7 @@ class Recorder(TorchDispatchMode):
             if isinstance(index, Tensor) and index.device != self.device and index.dim():
                 self._write("index on the host", blocking=True)
 
-    # What is known of the device's values.
+    # Known values of device tensors.
 
     def _choose_experts(self, args: Any, result: Tensor) -> None:
         score_TE, top_k = args[0], args[1]
@@ -284,7 +284,7 @@ class Recorder(TorchDispatchMode):
             self.values.set(result, experts_TK)
 
     def _follow_collective(self, op: Any, args: Any, result: Any) -> None:
-        """All ranks have the same values: what a sum, a gather and an exchange of them would give."""
+        """Set the values of a collective's result, assuming that all ranks have the same values."""
         first = next(leaf for leaf in tree_leaves(list(args)) if isinstance(leaf, Tensor))
         kind = describe(op, args, result, self.groups)
         if kind.kind == "all-reduce" and (known := self.values.get(first)) is not None:
@@ -294,7 +294,7 @@ class Recorder(TorchDispatchMode):
             if (known := self.values.get(first)) is not None:
                 self.values.set(result, torch.cat([known] * kind.group_size))
         elif kind.kind == "all-to-all" and (known := self.values.get(first)) is not None:
-            # Rank 0 gets from every rank what it sends to itself.
+            # Rank 0 receives from every rank what it sends to itself.
             self.values.set(result, torch.cat([known.chunk(kind.group_size)[0]] * kind.group_size))
 
     def _note_collective(self, op: Any, args: Any, result: Any, outputs: list[Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Run one real training step as rank 0 of any number of ranks: the trainer, its model and meshes, without a device."""
+"""Run a real training step (trainer, model, meshes) as one of any number of ranks, without a device."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from spurline.train.metrics.timing import StepTimer
 from spurline.train.trainer import Trainer, make_trainer
 
 MOST_MICRO_BATCHES = 3
-"""A first, a middle and a last micro-batch are all there are; the middle one stands for all others like it."""
+"""Simulate a first, a middle and a last micro-batch; the middle one stands for all others."""
 
 
 AfterStep = Callable[[Trainer, Recorder, StepMetrics], None]
@@ -57,25 +57,25 @@ class Simulation:
     timeline: Timeline
     graphs: CompiledGraphs
     weights: set[tuple[int, ...]]
-    """Shapes of parameters: whole, and this rank's part of them."""
+    """Shapes of parameters: full, and of this rank's shards."""
     float32_bytes: int
-    """Of whole parameters that the model keeps in float32 whatever it computes in: norms and gates."""
+    """Bytes of full parameters that stay in float32 whatever the compute dtype: norms and gates."""
     num_moe_layers: int
     num_micro_batches: int
-    """Of the step."""
+    """Micro-batches in the step."""
     simulated_micro_batches: int
-    """How many of them were run."""
+    """How many of them were simulated."""
     stage_seconds: dict[tuple[str, int], float]
-    """How long a micro-batch takes in this rank's pipeline stages, by direction (F, B) and stage; empty without any."""
+    """Seconds of a micro-batch in this rank's pipeline stages, by direction (F, B) and stage; empty without stages."""
     layers_of_stages: list[tuple[int, int]]
-    """First and end layer of every pipeline stage; empty without any."""
+    """First and end layer of every pipeline stage; empty without stages."""
     step_seconds: float
-    """Of all micro-batches; with pipeline stages of those that were run, one after the other."""
+    """For all micro-batches; with pipeline stages, for the simulated ones, one after the other."""
     simulation_seconds: float
 
     @property
     def repeats(self) -> int:
-        """How often the middle micro-batch is to be counted."""
+        """How often to count the middle micro-batch."""
         return max(1, self.num_micro_batches - MOST_MICRO_BATCHES + 1)
 
 
@@ -89,11 +89,11 @@ def simulate_step(
     warm_up: bool = False,
     pipeline_rank: int = 0,
 ) -> Simulation:
-    """Build the trainer of `config` as a rank of num_ranks and take its first step, with the optimizer's state there.
+    """Build the trainer of `config` as a rank of num_ranks and take its first step, with optimizer state allocated.
 
-    after_step may do more while everything is recorded, such as to log. With warm_up, it is the second step that is
-    recorded: without what is made once and kept, but also without the memory of that. The rank is the first of those
-    that have the stages of `pipeline_rank`.
+    after_step can run more code while everything is recorded, such as logging. With warm_up, the second step is
+    recorded: without one-time work, but also without the memory that it allocated and kept. The simulated rank is the
+    first one with the stages of `pipeline_rank`.
     """
     started = time.perf_counter()
     routing = routing or RoutingModel()
@@ -133,7 +133,7 @@ def simulate_step(
 
 @contextmanager
 def fake_world(num_ranks: int, degrees: Degrees, rank: int = 0) -> Iterator[World]:
-    """One of num_ranks, none of which exist."""
+    """A world of num_ranks ranks on a fake process group, seen from one of them."""
     if num_ranks == 1:
         yield World(DEVICE, degrees)
         return
@@ -165,7 +165,7 @@ class _Simulator(Recorder):
         return self.tracker.current
 
     def _experts(self, num_tokens: int, num_experts: int, top_k: int) -> Tensor | None:
-        """(T, K): the experts of tokens, where it is experts that are selected (and not groups of them)."""
+        """(T, K): the experts of tokens; None if the top-k is over something else, such as expert groups."""
         if self.moe is None or (num_experts, top_k) != (self.moe.num_experts, self.moe.top_k):
             return None
         layer = self.tracker.current.removesuffix(".router")
@@ -200,7 +200,7 @@ class _Simulator(Recorder):
         is_compiled = trainer.config.compile.enable and "model" in trainer.config.compile.parts
         self.recording = True
         with self, replaced(torch.UntypedStorage, "resize_", self._resize()):
-            if is_compiled:  # hooks of modules would be traced
+            if is_compiled:  # module hooks would be traced
                 self._step(trainer, after_step, 1 + warm_up)
             else:
                 with self.tracker.watch():
@@ -210,7 +210,7 @@ class _Simulator(Recorder):
             self.stage_seconds = trainer.pipeline.stage_seconds()
 
     def _simulate_pipeline(self, trainer: Trainer, model: PipelinedModel) -> None:
-        """Neighbours that do not exist send nothing, and are sent nothing."""
+        """Replace the pipeline by one that exchanges nothing with its neighbors, which do not exist."""
         tokens_BL = trainer.micro_batches(1)[0].tokens_BL
         number = len(trainer.micro_batches_on_host(1))
         pipeline = OwnPipeline(model, number, tokens_BL, trainer.timer.phase)
@@ -238,7 +238,7 @@ class _Simulator(Recorder):
 
 
 class _PhaseTimer(StepTimer):
-    """Tells the recorder of the phases of a step."""
+    """Reports the phases of a step to the recorder."""
 
     def __init__(self, recorder: _Simulator, model: nn.Module) -> None:
         super().__init__()
@@ -254,7 +254,7 @@ class _PhaseTimer(StepTimer):
 
 
 def fill_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Have the optimizer make its state, as it is from the second step on."""
+    """Make the optimizer allocate its state, as from the second step on."""
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.empty_like(parameter)
@@ -263,7 +263,7 @@ def fill_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
 
 
 def gradients_of(model: nn.Module) -> Iterator[Tensor]:
-    """Gradients of parameters, and those that FSDP2 collects until they are reduced."""
+    """Gradients of parameters, and unsharded gradients that FSDP2 accumulates until they are reduced."""
     for parameter in model.parameters():
         if parameter.grad is not None:
             yield parameter.grad
@@ -293,7 +293,7 @@ def _num_micro_batches(config: RunConfig[Any], degrees: Degrees) -> int:
 
 
 def _short(config: RunConfig[Any], degrees: Degrees, num_micro_batches: int) -> tuple[RunConfig[Any], int]:
-    """The same step with as few micro-batches as tell all of it, and their number."""
+    """The config with as few micro-batches as represent the step, and their number."""
     few = min(num_micro_batches, MOST_MICRO_BATCHES)
     if degrees.pp > 1:
         few = few_micro_batches(config.parallelism.pipeline_parallel_schedule, degrees.pp, num_micro_batches)
@@ -304,13 +304,13 @@ def _short(config: RunConfig[Any], degrees: Degrees, num_micro_batches: int) -> 
 
 
 def _middle_seconds(trace: Trace) -> float:
-    """How long a micro-batch between the first and the last takes."""
+    """Seconds of a micro-batch between the first and the last."""
     starts = [seconds for name, _, seconds in trace.phases if name == "forward"]
     return starts[2] - starts[1] if len(starts) > 2 else 0.0
 
 
 def _data(config: RunConfig[Any]) -> DataSets:
-    """Batches of the right shapes; pictures are the generated ones."""
+    """Data with batches of the right shapes; pictures are generated."""
     if config.data.kind == "pictures":
         return open_data(replace(config.data, path=""), config.training.seq_len, config.training.seed)
     return DataSets(ByteTokenizer(), _Zeros(config), None, 0, 0)  # type: ignore[arg-type]

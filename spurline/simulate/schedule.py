@@ -1,4 +1,4 @@
-"""The order in which the ranks of a pipeline compute micro-batches, and how long that takes with its bubbles."""
+"""The order in which pipeline ranks compute micro-batches, and the time it takes, including bubbles."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Action(NamedTuple):
 
 
 def schedule_order(schedule: str, pp: int, num_micro_batches: int) -> list[list[Action]]:
-    """What each rank of a pipeline computes, in its order: torch's own."""
-    if schedule == "1F1B":  # torch runs it without a list of actions
+    """The actions of each pipeline rank in order, from torch's own schedule."""
+    if schedule == "1F1B":  # torch has no list of actions for it
         return [_one_forward_one_backward(rank, pp, num_micro_batches) for rank in range(pp)]
 
     def stage(index: int) -> Any:
@@ -44,7 +44,7 @@ def schedule_order(schedule: str, pp: int, num_micro_batches: int) -> list[list[
 
 
 def _one_forward_one_backward(rank: int, pp: int, num_micro_batches: int) -> list[Action]:
-    """As many forward passes as ranks are left, then one backward pass for each further forward pass, then the rest."""
+    """pp - rank warmup forwards, then one backward for each further forward, then the remaining backwards."""
     forwards = [Action(FORWARD, rank, number) for number in range(num_micro_batches)]
     backwards = [Action(BACKWARD, rank, number) for number in range(num_micro_batches)]
     ahead = min(num_micro_batches, pp - rank)
@@ -55,37 +55,37 @@ def _one_forward_one_backward(rank: int, pp: int, num_micro_batches: int) -> lis
 def _flat(action: Any) -> list[Action]:
     if action.sub_actions:
         return [one for part in action.sub_actions for one in _flat(part)]
-    if action.computation_type.name not in _KINDS:  # what is done with weights and gradients
+    if action.computation_type.name not in _KINDS:  # communication of weights and gradients
         return []
     return [Action(_KINDS[action.computation_type.name], action.stage_index, action.microbatch_index)]
 
 
 @dataclass(frozen=True)
 class PipelineTimes:
-    """All ranks of a pipeline, from the first action of any to the last."""
+    """Times of a pipeline, from the first action of any rank to the last."""
 
     seconds: float
     busy: list[float]
-    """Of each rank."""
+    """Busy seconds of each rank."""
 
     @property
     def bubbles(self) -> list[float]:
-        """The part of the time in which each rank has nothing to do."""
+        """The fraction of the time that each rank is idle."""
         return [1 - busy / self.seconds if self.seconds else 0.0 for busy in self.busy]
 
     @property
     def bubble(self) -> float:
-        """Of all ranks together."""
+        """The mean idle fraction of all ranks."""
         return sum(self.bubbles) / len(self.bubbles)
 
 
 def pipeline_times(
     order: list[list[Action]], seconds_of: Callable[[str, int], float], transfer_seconds: float = 0.0
 ) -> PipelineTimes:
-    """Run the actions of all ranks; seconds_of(kind, stage) says how long one takes.
+    """Simulate the actions of all ranks; seconds_of(kind, stage) is the time of one action.
 
-    A rank starts an action when it is done with the one before and has received what it needs: hidden states of the
-    stage before, or gradients of the stage behind.
+    A rank starts an action when the one before is done and its input has arrived: hidden states from the previous
+    stage, or gradients from the next.
     """
     done: dict[Action, float] = {}
     rank_of = {action.stage: rank for rank, actions in enumerate(order) for action in actions}
@@ -93,7 +93,7 @@ def pipeline_times(
     free, place, busy = [0.0] * len(order), [0] * len(order), [0.0] * len(order)
 
     def ready(action: Action) -> float | None:
-        """When what an action needs is there; None if it is not known yet."""
+        """When the inputs of an action are available; None if not yet known."""
         kind, stage, micro_batch = action
         if kind == FORWARD:
             needed = [[Action(FORWARD, stage - 1, micro_batch)]] if stage else []

@@ -14,11 +14,11 @@ from spurline.simulate.routing import RoutingModel
 from spurline.simulate.timeline import Efficiency
 
 FEW_LAYERS = 4
-"""Layers with experts up to which a model is simulated as it is; of more, an estimate takes two and four."""
+"""Models with up to this many MoE layers are simulated in full; deeper ones are estimated from two and four."""
 
 
 RECOMPUTE = ("none", "selective", "selective_resend", "full")
-"""Modes of activation checkpointing, from what takes most memory."""
+"""Activation checkpointing modes, from most to least memory."""
 
 
 def estimate_step(
@@ -28,7 +28,7 @@ def estimate_step(
     routing: RoutingModel | None = None,
     efficiency: Efficiency | None = None,
 ) -> Plan:
-    """plan_step in seconds for any depth: the blocks of a model are alike, so two depths give the cost of all."""
+    """Estimate plan_step within seconds at any depth: blocks are alike, so two depths determine the cost of all."""
     model = config.model
     others = getattr(model, "num_dense_layers", 0)
     others = 0 if others >= model.num_layers else others
@@ -44,7 +44,7 @@ def estimate_step(
 
 
 def extrapolate(low: Plan, high: Plan, steps: float, config: RunConfig[Any]) -> Plan:
-    """What `steps` more times the difference between two plans adds to the second."""
+    """Extrapolate linearly: add `steps` times the difference between the two plans to the second."""
 
     def more(before: float, after: float) -> float:
         return after + steps * (after - before)
@@ -93,7 +93,7 @@ def search_layouts(
     efficiency: Efficiency | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> list[tuple[RunConfig[Any], Plan]]:
-    """The layouts of these ranks that fit, fastest first. Of one layout, only the least recomputation that fits."""
+    """The layouts of these ranks that fit, fastest first, each with the least recomputation that fits."""
     found = []
     for parallelism in layouts(config, num_ranks, hardware):
         for mode in RECOMPUTE:
@@ -111,7 +111,7 @@ def search_layouts(
 
 
 def layouts(config: RunConfig[Any], num_ranks: int, hardware: Hardware) -> Iterator[Parallelism]:
-    """Tensor parallelism inside a node, experts over nothing, a node, or a few nodes, and the rest sharded."""
+    """Candidates: TP within a node, EP of 1, within a node or over a few nodes, and FSDP over the rest."""
     given = config.parallelism
     node = hardware.gpus_per_node
     num_experts = config.model.parallel_facts().num_experts
@@ -137,7 +137,7 @@ def what_would_help(
     routing: RoutingModel | None = None,
     efficiency: Efficiency | None = None,
 ) -> list[tuple[str, Plan]]:
-    """Single changes of the options that make a step fit, with the plan of each; least memory first."""
+    """Single option changes that make a step fit, with the plan of each; fastest first."""
     changes: list[tuple[str, RunConfig[Any]]] = []
     for mode in RECOMPUTE[RECOMPUTE.index(config.activation_checkpoint.mode) + 1 :]:
         section = replace(config.activation_checkpoint, mode=mode)  # type: ignore[arg-type]

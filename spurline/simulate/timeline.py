@@ -1,7 +1,7 @@
-"""When things happen on a device that is not there: a host that launches, streams that run in order, links that carry.
+"""The timeline of a simulated device: a host that launches, streams that run in order, and links.
 
-Every kernel and collective of a step is put on its stream in program order, starts when its stream, the host and what
-it waits for are ready, and takes as long as a roofline says. What keeps the compute stream idle is what is exposed.
+Every kernel and collective of a step is put on its stream in program order, starts when its stream, the host and its
+dependencies are ready, and takes the time given by a roofline model. Time that the compute stream is idle is exposed.
 """
 
 from __future__ import annotations
@@ -12,31 +12,31 @@ from dataclasses import dataclass
 from spurline.hardware import Hardware
 
 HOST = "host"
-"""What the compute stream waits for while the host has not launched anything."""
+"""Label of the time in which the compute stream waits for the host to launch something."""
 
 
 @dataclass(frozen=True)
 class Efficiency:
-    """What is reached of the makers' figures. Every time in a plan rests on these."""
+    """Fractions of the vendors' peak figures that are reached. All times in a plan are based on them."""
 
     matmul: float = 0.7
-    """Of the peak FLOP/s, by large matmuls."""
+    """Fraction of peak FLOP/s reached by large matmuls."""
     memory: float = 0.8
-    """Of the memory bandwidth, by everything else."""
+    """Fraction of memory bandwidth reached by everything else."""
     link: float = 0.8
-    """Of the bandwidth inside a node and between nodes."""
+    """Fraction of the bandwidth reached within a node and between nodes."""
     fp32_matmul: float = 1 / 16
-    """Peak of float32 matmuls without tensor cores, as a part of the bfloat16 peak."""
+    """Peak of float32 matmuls without tensor cores, as a fraction of the bfloat16 peak."""
     launch_seconds: float = 5e-6
-    """The host's time for one kernel."""
+    """Host time to launch one kernel."""
     read_seconds: float = 10e-6
-    """How long after the device is done the host knows what it read."""
+    """Delay until the host has a value after the device is done."""
     latency_seconds: float = 15e-6
-    """Of a collective, whatever its size."""
+    """Latency of a collective of any size."""
 
 
 class Event:
-    """A moment on a stream: when everything before it is done, and what that was."""
+    """A point on a stream: when everything before it is done, and the label of the last operation."""
 
     def __init__(self, timeline: Timeline) -> None:
         self.timeline, self.time, self.label = timeline, 0.0, HOST
@@ -60,14 +60,14 @@ class Event:
 
 
 class Stream:
-    """Runs what is put on it one after the other. Also a context manager: the stream of what is launched inside."""
+    """Runs operations in order. As a context manager, it is the current stream inside the block."""
 
     def __init__(self, timeline: Timeline) -> None:
         self.timeline = timeline
         self.tail = 0.0
-        """When all that was put on it is done."""
+        """When all operations on it are done."""
         self.label = HOST
-        """What will be done last."""
+        """Label of the last operation."""
         self._before: list[Stream] = []
 
     def wait_event(self, event: Event) -> None:
@@ -92,7 +92,7 @@ class Stream:
         self.timeline.host_wait(self.tail)
 
     def run(self, seconds: float, label: str) -> None:
-        """Put a kernel on the stream, at the host's time."""
+        """Enqueue a kernel, which starts no earlier than the host's current time."""
         self.wait_until(self.timeline.host, HOST)
         self.tail, self.label = self.tail + seconds, label
 
@@ -112,11 +112,11 @@ class Timeline:
         self.compute = self.current = Stream(self)
         self.groups: dict[str, Stream] = {}
         self.links = {"intra": 0.0, "inter": 0.0}
-        """Until when each link is busy: one collective at a time."""
+        """When each link becomes free; it carries one collective at a time."""
         self.busy: defaultdict[str, float] = defaultdict(float)
         """Seconds of kernels on the compute stream by kind, and of collectives by label."""
         self.exposed: defaultdict[str, float] = defaultdict(float)
-        """Seconds in which the compute stream did nothing, by what it waited for."""
+        """Seconds in which the compute stream was idle, by what it waited for."""
 
     def kernel(self, flops: float, num_bytes: float, is_fp32: bool, kind: str) -> None:
         """Launch a kernel on the current stream."""
@@ -128,7 +128,7 @@ class Timeline:
             self.busy[kind] += seconds
 
     def collective(self, label: str, group: str, intra_bytes: float, inter_bytes: float) -> Event:
-        """Start a collective: behind the current stream and what its group does already. Returns its end."""
+        """Start a collective after the current stream and earlier work of its group; returns the event of its end."""
         bandwidth = {"intra": self.hardware.intra_node_bandwidth, "inter": self.hardware.inter_node_bandwidth}
         needed = {"intra": intra_bytes, "inter": inter_bytes}
         seconds = {link: needed[link] / (bandwidth[link] * self.efficiency.link) for link in needed}
@@ -144,15 +144,15 @@ class Timeline:
         return Event(self).record(stream)
 
     def host_wait(self, time: float) -> None:
-        """The host waits until a moment on the device, and then knows."""
+        """Make the host wait for a point in time on the device, plus the delay of a read."""
         self.host = max(self.host, time) + self.efficiency.read_seconds
 
     def host_read(self) -> None:
-        """The host waits for all that the current stream has to do."""
+        """Make the host wait for all work on the current stream."""
         self.host_wait(self.current.tail)
 
     def finish(self) -> float:
-        """The moment at which everything is done; the compute stream waits for it."""
+        """The time at which everything is done; the compute stream waits for it."""
         last = max([self.compute, *self.groups.values()], key=lambda stream: stream.tail)
         self.compute.wait_until(last.tail, last.label)
         return max(self.compute.tail, self.host)

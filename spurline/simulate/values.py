@@ -1,8 +1,8 @@
-"""The few values that a device without values has to have: row counts, token counts, indices.
+"""The few values that the simulated device must provide: row counts, token counts, indices.
 
-The experts that tokens visit are given (`routing.py`), and so are copies from the host and integer ranges. Whatever is
-computed from known values alone is computed, on the host, beside the op without values. So the host reads what it would
-read, whichever way the code under simulation takes to it.
+The experts of tokens are known (`routing.py`), and so are copies from the host and integer ranges. An op whose inputs
+are all known is also computed on the host. So the host reads realistic values, whichever code path the simulated code
+takes.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 MOST = 1 << 22
-"""Elements of a tensor up to which values are kept."""
+"""Maximum number of elements of a tensor whose values are kept."""
 _FACTORIES = {"arange", "zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones"}
 _SKIPPED_NAMESPACES = {"spurline", "c10d", "_c10d_functional", "profiler", "fsdp"}
 
 
 class Values:
-    """Values on the host of tensors on the device."""
+    """Host copies of the known values of device tensors."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -36,7 +36,7 @@ class Values:
             self._of[tensor] = value
 
     def read(self, tensor: Tensor) -> Tensor:
-        """What the host gets when it reads a tensor. Unknown numbers are zero, unknown counts one, and answers yes."""
+        """The values that the host reads from a tensor; unknown ones are 0 (floating point), 1 (integer) or True."""
         if (known := self.get(tensor)) is not None:
             return known.clone()
         return torch.full(tensor.shape, 0 if tensor.is_floating_point() else 1, dtype=tensor.dtype)
@@ -58,7 +58,7 @@ class Values:
             return self._forget(op, on_device)
         try:
             values = op(*tree_map(self._value, args), **tree_map(self._value, kwargs))
-        except (RuntimeError, NotImplementedError, TypeError):  # an op that real tensors of this kind don't have
+        except (RuntimeError, NotImplementedError, TypeError):  # not implemented for real tensors of this kind
             return self._forget(op, on_device)
         for output, value in zip(outputs, [v for v in tree_leaves(values) if isinstance(v, Tensor)], strict=True):
             if output.device == self.device:
@@ -66,7 +66,7 @@ class Values:
         return None
 
     def _forget(self, op: Any, tensors: list[Tensor]) -> None:
-        """What an op has written is no longer known."""
+        """Drop the values of tensors that an op may have written to."""
         if op._schema.is_mutable:
             for tensor in tensors:
                 self._of.pop(tensor, None)

@@ -1,4 +1,4 @@
-"""What an op costs: floating-point operations, bytes that it moves, and whether it is a kernel at all."""
+"""The cost of an op: FLOPs, bytes moved, and whether it is a kernel at all."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _grouped_mm(args: Sequence[Any]) -> int:
 
 
 def _attended(qkv: Sequence[Tensor], is_causal: bool) -> int:
-    """Products of queries with keys and of weights with values; half of them where the future is masked."""
+    """FLOPs of queries times keys and of weights times values; half as many with a causal mask."""
     q, k, v = qkv
     flops = 2 * q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * (q.shape[3] + v.shape[3])
     return flops // 2 if is_causal else flops
@@ -63,7 +63,7 @@ def _efficient(args: Sequence[Any]) -> int:
 
 
 def _attention_backward(args: Sequence[Any]) -> int:
-    """Two and a half forward passes, of which one half is the recomputation of the weights."""
+    """2.5 times the forward FLOPs, of which 0.5 is the recomputation of the attention weights."""
     return 5 * _attended(args[1:4], is_causal=any(arg is True for arg in args)) // 2
 
 
@@ -106,7 +106,7 @@ _NO_KERNEL = {
 
 
 def is_kernel(op: Any) -> bool:
-    """Whether an op is launched on the device: not if it only makes, views or looks at a tensor."""
+    """Whether an op launches a kernel, and does not just allocate, view or inspect a tensor."""
     if op.namespace in ("prim", "profiler", "c10d", "_c10d_functional") or op.overloadpacket.__name__ in _NO_KERNEL:
         return False
     return not op.is_view

@@ -1,4 +1,4 @@
-"""What is kept for a backward pass, counted: every storage that a forward made and that is still needed."""
+"""Measure what is kept for backward: storages that a forward allocated and that are still alive."""
 
 import time
 from typing import Any
@@ -11,11 +11,11 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveStorages(TorchDispatchMode):
-    """Every storage that was made inside and is still needed by somebody, without those of `model`'s own tensors."""
+    """Tracks storages allocated inside the block that are still alive, except those of `model`'s own tensors."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        own = [getattr(t, "_local_tensor", t) for t in [*model.parameters(), *model.buffers()]]  # of DTensors
+        own = [getattr(t, "_local_tensor", t) for t in [*model.parameters(), *model.buffers()]]  # DTensors
         self.own = {t.untyped_storage()._cdata for t in own}
         self.made: dict[int, tuple[StorageWeakRef, int]] = {}
 
@@ -29,11 +29,11 @@ class LiveStorages(TorchDispatchMode):
         return out
 
     def sizes(self) -> list[int]:
-        """Bytes of each, in order."""
+        """Bytes of each live storage, sorted."""
         return sorted(num_bytes for storage, num_bytes in self.made.values() if not storage.expired())
 
     def settled_sizes(self, seconds: float = 0.5) -> list[int]:
-        """The same once they have not changed for so long: gloo's threads let go of what arrived a little later."""
+        """The sizes once they are stable for this long: gloo's threads release received buffers with a delay."""
         sizes, since = self.sizes(), time.monotonic()
         while time.monotonic() - since < seconds:
             time.sleep(0.02)

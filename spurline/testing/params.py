@@ -1,4 +1,4 @@
-"""Cases of a test that only repeat what others show, kept for the slow tests."""
+"""Mark redundant test cases as slow."""
 
 from __future__ import annotations
 

@@ -24,9 +24,9 @@ _PRELOAD = ["torch.distributed.fsdp", "torch._dynamo", "spurline.testing.worker"
 _PRELOAD_IF_IN_USE = ["pytest", "hypothesis"]
 _SECONDS_TO_START = 600.0
 BUSY = 0.01
-"""The share of the time that ranks must have computed, all together, to be taken for slow instead of stuck..."""
+"""Ranks whose total CPU time is at least this fraction of the timeout are slow, not stuck..."""
 MOST_TIMEOUTS = 20
-"""... and how many times the timeout they get then."""
+"""... and get up to this many timeouts."""
 
 
 class RankPool:
@@ -38,7 +38,7 @@ class RankPool:
     """
 
     def __init__(self, *, grace: float = 2.0) -> None:
-        """`grace`: seconds that the other ranks have to return once a rank has failed."""
+        """`grace`: seconds for the other ranks to return after a rank has failed."""
         self._grace = grace
         self._workers: list[_Worker] = []
         self._world: World | None = None
@@ -52,8 +52,8 @@ class RankPool:
         On the ranks, torch.distributed is initialized, torch uses one thread, and the seed is 0. The function must be
         at the top level of a module; arguments and results are pickled, tensors by value.
 
-        Raises a RankError if a rank raises, dies, or is stuck: not back after `timeout` seconds, and not computing (on
-        Linux; elsewhere a slow machine can't be told from a hang).
+        Raises a RankError if a rank raises, dies, or is stuck: not done after `timeout` seconds and not computing
+        (on Linux; elsewhere a slow machine can't be told from a hang).
         """
         if world_size < 1:
             raise ValueError(f"world_size must be at least 1, got {world_size}")
@@ -153,7 +153,7 @@ class RankPool:
 
 
 def _computed(workers: list["_Worker"]) -> float:
-    """CPU seconds of these ranks so far; 0 where the system does not say."""
+    """CPU seconds of these ranks so far; 0 if the system does not report it."""
     return sum(cpu_seconds(worker.process.pid) or 0.0 for worker in workers if worker.process.pid is not None)
 
 

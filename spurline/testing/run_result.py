@@ -1,4 +1,4 @@
-"""What a run leaves behind that must not depend on how often it was interrupted."""
+"""The results of a run that must not depend on interruptions."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any, NamedTuple
 
 from spurline.train.checkpoint.layout import read_layout
 
-# What a run repeats exactly; the others are time and memory.
+# Metrics that are reproducible bit for bit; the others are time and memory.
 REPEATABLE = ("step", "loss", "balance_loss", "grad_norm", "lr", "expert_load", "tokens_seen", "validation_loss")
 
 
 class RunResult(NamedTuple):
     metrics: list[dict[str, Any]]
     tensors: dict[str, list[bytes]]
-    """Parameters, buffers and optimizer state of the last checkpoint, by name, one entry a chunk."""
+    """Parameters, buffers and optimizer state of the last checkpoint, by name, one entry per chunk."""
 
 
 def run_result(folder: Path) -> RunResult:
-    """Read it from a run folder."""
+    """Read the results from a run folder."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     last = max((folder / "checkpoints").glob("step-*"))
     content = {path.name: path.read_bytes() for path in last.iterdir()}

@@ -1,12 +1,12 @@
-"""Many runs with faults on purpose, under torchrun with restarts: each must end like the run without faults.
+"""Soak test: runs with injected faults under torchrun with restarts must end like the run without faults.
 
     python -m spurline.testing.soak faults --faults 100 --seconds 900     # `make soak`
     python -m spurline.testing.soak runs --runs 200                       # `make soak-runs`
 
-`faults` trains a tiny model on 4 gloo ranks (FSDP2 and EP) once without faults, then again and again with random ones,
-one for each attempt. It compares losses, every byte of the last checkpoint and the samples of each step with the first
-run's, looks for the message of each fault, and prints a table of fault, point and outcome. `runs` starts and ends
-complete runs in a row and counts those that abort.
+`faults` trains a tiny model on 4 gloo ranks (FSDP2 and EP) once without faults, then repeatedly with random faults, one
+per attempt. It compares losses, every byte of the last checkpoint and the samples of each step with the first run,
+checks that each fault was reported, and prints a table of fault, point and outcome. `runs` starts complete runs one
+after the other and counts those that abort.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from spurline.testing.tiny import tiny_model, tiny_run, write_words
 
 RANKS, STEPS, INTERVAL, VALIDATION = 4, 36, 2, 4
 WATCHDOG_SECONDS = 10
-# What has to be in logs/errors.log of the run; nothing for faults that a run takes without a word.
+# Text that must appear in logs/errors.log of the run; empty for faults that a run survives silently.
 MESSAGES = {
     "kill": "rank {rank} is gone",
     "stop": "rank {rank} has been silent",
@@ -48,7 +48,7 @@ MESSAGES = {
 
 @dataclass(frozen=True)
 class Planned:
-    """A fault of a job: what happens when, and to whom."""
+    """A planned fault of a job: what happens where, when, and on which rank."""
 
     kind: str
     point: str
@@ -64,7 +64,7 @@ class Planned:
 
 
 def plan_job(draw: random.Random, num_faults: int) -> list[Planned]:
-    """Random faults, one that ends an attempt for each attempt and now and then one that does not, in rising steps."""
+    """Random faults in increasing steps: one fatal fault per attempt, and occasionally a slow operation as well."""
     faults: list[Planned] = []
     step = 3
     while len(faults) < num_faults and step < STEPS - 3:
@@ -73,14 +73,14 @@ def plan_job(draw: random.Random, num_faults: int) -> list[Planned]:
         at = step
         if point not in ("start", "load") and draw.random() < 0.25:
             faults.append(Planned("slow", draw.choice(("data", "exchange", "backward")), step, pick(draw), attempt))
-            at += 4  # batches are made ahead of their steps
+            at += 4  # batches are prefetched
         if point in ("save", "write", "publish", "validation"):
             every = VALIDATION if point == "validation" else INTERVAL
             at += -at % every
         elif kind == "hang":
             at += at % 2  # not the first step of an attempt, which may take longer
         elif kind == "bit_flip":
-            at += 1 - at % 2  # not with a checkpoint: the weight is huge, but finite until the next step
+            at += 1 - at % 2  # not at a checkpoint: the weight is huge, but finite until the next step
         faults.append(Planned(kind, point, 0 if point in ("start", "load") else at, pick(draw, point), attempt))
         step = at + 1
     return faults
@@ -104,7 +104,7 @@ FAULTS = [
 
 
 class Soak:
-    """Jobs in one folder."""
+    """The jobs of a soak test, in one folder."""
 
     def __init__(self, folder: Path, more: list[str]) -> None:
         self.folder, self.more = folder, more
@@ -133,7 +133,7 @@ class Soak:
     def run(
         self, name: str, faults: list[Planned], *options: str, ranks: int = RANKS
     ) -> subprocess.CompletedProcess[str]:
-        """One job under torchrun, to its end."""
+        """Run one job under torchrun to its end."""
         torchrun = [
             *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)),
             *("--max-restarts", str(len(faults)), "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"),
@@ -149,12 +149,12 @@ class Soak:
             "SPURLINE_FAULTS_LOG": str(folder / "faults.jsonl"),
         }
         command = [*torchrun, *train, "--job.dump_folder", str(folder), *self.more, *options]
-        # No fault is answered later than a few limits of the watchdog, and an attempt takes seconds.
+        # A fault is handled within a few watchdog timeouts, and an attempt takes seconds.
         seconds = (len(faults) + 1) * (12 * WATCHDOG_SECONDS + 120)
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds, check=False)
 
     def result(self, name: str) -> dict[str, Any]:
-        """What must not depend on faults: lines of metrics, the last checkpoint, the samples of each step."""
+        """Results that must not depend on faults: metrics, the last checkpoint, the samples of each step."""
         samples: dict[tuple[int, int], set[tuple[int, ...]]] = {}
         for entry in self.notes(name):
             if "samples" in entry and entry["step"] <= STEPS:
@@ -165,7 +165,7 @@ class Soak:
         return [json.loads(line) for line in (self.folder / name / "faults.jsonl").read_text().splitlines()]
 
     def judge(self, name: str, faults: list[Planned], expected: dict[str, Any], done: Any) -> list[str]:
-        """What is wrong with a job; nothing if every fault was answered and the end is that of the undisturbed run."""
+        """The problems of a job; empty if every fault was reported and the results match the undisturbed run."""
         problems = []
         if done.returncode:
             problems.append(f"exit code {done.returncode}: {done.stderr[-2000:]}")
@@ -229,7 +229,7 @@ def soak_faults(num_faults: int, seconds: float, seed: int, folder: Path, more: 
 
 
 def soak_runs(num_runs: int, seconds: float, folder: Path, more: list[str]) -> int:
-    """Complete runs of two ranks with EP and checkpoints, every other one in the background."""
+    """Complete runs on two ranks with EP and checkpoints, asynchronous in every other run."""
     started = time.monotonic()
     soak = Soak(folder, more)
     outcomes: Counter[str] = Counter()

@@ -27,7 +27,7 @@ _MODEL: dict[str, Any] = {
 
 
 def tiny_moe(**changes: Any) -> MoEConfig:
-    """8 experts of hidden width 16, 2 a token, and a shared one."""
+    """8 experts of hidden width 16, top-2, and one shared expert."""
     return replace(MoEConfig(hidden_dim=16, num_experts=8, top_k=2, num_shared_experts=1), **changes)
 
 
@@ -38,9 +38,9 @@ def tiny_model(moe: MoEConfig | dict[str, Any] | None = None, **changes: Any) ->
 
 
 def tiny_run(text_folder: str | Path, model: DeepSeekV3Config | None = None, **sections: Any) -> RunConfig[Any]:
-    """The config of a short run on the text files of a folder; a section is itself, or a dict of changes to it.
+    """The config of a short run on the text files of a folder; a section is a config or a dict of changes.
 
-    It saves no checkpoints unless `checkpoint` says so.
+    It saves no checkpoints unless `checkpoint` enables them.
     """
     config = RunConfig(
         model=model or tiny_model(),
@@ -59,7 +59,7 @@ def tiny_run(text_folder: str | Path, model: DeepSeekV3Config | None = None, **s
 
 
 def write_words(folder: str | Path, *names: str, num_words: int = 500) -> Path:
-    """Text files of made-up words, the same in every call; returns the folder."""
+    """Write text files of made-up words, the same in every call; returns the folder."""
     words = random.Random(0)
     for name in names or ("a", "b", "c"):
         text = " ".join("".join(words.choices("aeinrst", k=words.randint(1, 6))) for _ in range(num_words))

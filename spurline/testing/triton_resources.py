@@ -1,4 +1,4 @@
-"""Compile our Triton kernels for a device that isn't here, and read what they need: registers, shared memory."""
+"""Cross-compile our Triton kernels, and read their resource usage: registers, shared memory."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from spurline.moe.kernels.triton.tiles import COMBINED_COLUMNS, tile_of
 
 DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}
 SIZES = {"num_experts": 8, "D": 7168, "F": 2048, "num_rows": 4096}
-"""Only whether they are multiples of 16 enters the code."""
+"""Code generation depends only on whether they are multiples of 16."""
 
-# What each kernel is compiled with, as it needs the most: with gathered rows, weights, and both products.
+# The flags with which each kernel needs the most: gathered rows, weights, and both products.
 _FLAGS: dict[str, dict[str, Any]] = {
     "gate_up": {"HAS_TOKEN": True, "BEFORE": False, "AFTER": True, "KEEP": True},
     "rows": {"HAS_TOKEN": True, "TWO": True, "WEIGH": False},
@@ -37,13 +37,13 @@ class Resources:
     spilled_bytes: int
     shared_bytes: int
     instructions: tuple[str, ...]
-    """The matrix instructions that the code uses."""
+    """The matrix instructions in the code."""
 
 
 def resources(
     kernel: str, architecture: str, dtype: str = "bf16", rows_per_expert: int = 4096, even: bool = True
 ) -> Resources:
-    """What a kernel needs on an architecture; `even` says whether tiles divide the summed dim."""
+    """Resource usage of a kernel on an architecture; `even`: tiles divide the summed dim."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -71,7 +71,7 @@ def resources(
             signature[name] = "*i64" if name in _INTEGERS else "*fp32" if name in _SUMS else f"*{dtype}"
         if signature[name].startswith("*") or (name in ("D", "F", "I", "O", "stride_i") and even):
             attributes[(place,)] = [["tt.divisibility", 16]]
-    if kernel.endswith("rows"):  # the gradient of the rows: columns lie side by side
+    if kernel.endswith("rows"):  # the gradient of the rows: columns are contiguous
         constants["stride_o"], signature["stride_o"] = 1, "constexpr"
     source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
     compiled = triton.compile(source, target=GPUTarget(*TRITON_TARGETS[architecture]), options=options)
@@ -92,7 +92,7 @@ def _used(text: str, *instructions: str) -> tuple[str, ...]:
 
 
 def _cubin_usage(cubin: bytes, package: Path) -> str:
-    """The line in which cuobjdump, which comes with Triton, says what a kernel needs."""
+    """The resource usage line of cuobjdump, which comes with Triton."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

@@ -1,10 +1,10 @@
-"""Two hosts on one machine, as network namespaces with addresses of their own, one of which is lost and comes back.
+"""Lose and restore one of two hosts, simulated on one machine as network namespaces with their own addresses.
 
     python -m spurline.testing.two_hosts [--seed 3] [--folder /tmp/two_hosts]
 
-trains with FSDP2 and EP on 2 hosts x 2 gloo ranks, one `spurline launch` a host: once undisturbed, and once with the
-second host unplugged and killed in the middle of a random step, and started again. Both must end with the same bytes.
-It needs Linux, `ip` (iproute2) and the right to make namespaces (root).
+trains with FSDP2 and EP on 2 hosts x 2 gloo ranks, one `spurline launch` per host: once undisturbed, and once with the
+second host unplugged and killed in the middle of a random step and then restarted. Both runs must end with the same
+bytes. It needs Linux, `ip` (iproute2) and permission to create namespaces (root).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from spurline.testing.tiny import write_words
 HOSTS = ("a", "b")
 ADDRESS = {"a": "10.77.0.1", "b": "10.77.0.2"}
 STEPS = 12
-# Two layers, one with experts; 8 x 16 tokens a step.
+# Two layers, one of them MoE; 8 x 16 tokens per step.
 OPTIONS = f"""
 --config deepseek_v3_debugmodel --data.validation_fraction 0.1 --training.threads 1 --training.steps {STEPS}
 --training.seq_len 16 --training.local_batch_size 2 --optimizer.lr 4e-3 --lr_scheduler.warmup_steps 2
@@ -74,7 +74,7 @@ class Hosts:
         _ip("-n", self._space[host], "link", "set", "cable", "down")
 
     def kill(self, host: str) -> None:
-        """End all processes of a host at once."""
+        """Kill all processes of a host."""
         while pids := _ip("netns", "pids", self._space[host]).split():
             for pid in pids:
                 try:
@@ -85,7 +85,7 @@ class Hosts:
 
 
 def why_not() -> str:
-    """Why hosts can't be made on this machine; empty if they can."""
+    """Why hosts can't be created on this machine; empty if they can."""
     try:
         with Hosts():
             return ""
@@ -106,23 +106,23 @@ def launch_command(text: Path, folder: Path, restarts: int = 3) -> list[str]:
 
 
 def launch_with_own_disk(hosts: Hosts, host: str, text: Path, folder: Path) -> subprocess.Popen[str]:
-    """The same on a host for which the parent of the run folder is a disk of its own."""
+    """Like `launch`, but with the parent of the run folder on a private disk of the host."""
     words = shlex.join(launch_command(text, folder, restarts=0))
     mounted = f"mount -t tmpfs none {shlex.quote(str(folder.parent))} && cd / && exec {words}"
     return hosts.start(host, ["unshare", "--mount", "sh", "-c", mounted])
 
 
 def train(hosts: Hosts, text: Path, folder: Path) -> None:
-    """A run that nothing disturbs."""
+    """Train undisturbed."""
     for process in [launch(hosts, host, text, folder) for host in HOSTS]:
         _, err = process.communicate()
         assert process.returncode == 0, err
 
 
 def train_and_lose_a_host(hosts: Hosts, text: Path, folder: Path, step: int) -> str:
-    """A run whose second host is lost in the middle of a step, and comes back; returns what the first one said."""
+    """Train while the second host is lost in the middle of a step and comes back; returns the output of the first."""
     log = folder.with_suffix(".faults")
-    # The step waits on the host that will be lost, so that it is lost in the middle of it.
+    # The step stalls on the host to be lost, so that the loss falls in the middle of the step.
     fault = {
         "SPURLINE_FAULTS": f"slow@backward:step={step},rank=2,attempt=0,seconds=600",
         "SPURLINE_FAULTS_LOG": str(log),

@@ -31,7 +31,7 @@ def serve(connection: Connection, stack_path: str) -> None:
     # Ranks outnumber cores.
     torch.set_num_threads(1)
     torch._inductor.config.compile_threads = 1
-    # All ranks are local; don't depend on what the host name resolves to.
+    # All ranks are local; don't depend on host name resolution.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     connection.send_bytes(pickle.dumps("ready"))
 
@@ -70,7 +70,7 @@ def _join_world(rank: int, world: World) -> None:
 def _leave_world() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
-        # This cache compares meshes by ranks, and would return those of the destroyed group.
+        # This cache compares meshes by ranks, and would return meshes of the destroyed group.
         _clear_sharding_prop_cache()
 
 

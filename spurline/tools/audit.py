@@ -1,4 +1,4 @@
-"""`spurline audit`: what a step does that an accelerator waits for, by layer and line of code. Torch-free."""
+"""`spurline audit`: report what stalls an accelerator during a step, by layer and line of code. Torch-free."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ PROG = "spurline audit"
 EXAMPLES = """\
 List what a training step does on an accelerator, without one: where the host waits
 for the device (with file:line), collectives with their bytes and dtypes, kernels,
-what is kept for the backward pass and by whom, casts; with --compile, also graphs,
-breaks and recompilations as the sequence length changes. The real trainer takes one
-step as rank 0 of --ranks, on tensors without values.
+tensors saved for the backward pass and by which module, casts; with --compile, also
+graphs, breaks and recompilations as the sequence length changes. The real trainer takes
+one step as rank 0 of --ranks, on tensors without data.
 
 examples
   spurline audit --module deepseek_v3 --config deepseek_v3_debugmodel --ranks 8 \\
@@ -36,7 +36,7 @@ examples
   spurline audit --module deepseek_v3 --config deepseek_v3_debugmodel --ranks 8 \\
       --parallelism.expert_parallel_degree 4 --compile --check
 
-With --check, the exit code is 1 if anything is above its --budget, with a line for
+With --check, the exit code is 1 if anything exceeds its --budget, with one line for
 each. All options of `spurline train` apply."""
 R = TypeVar("R", bound=RunConfig[Any])
 
@@ -46,7 +46,7 @@ class Command(SimulationCommand[R], Generic[R]):
     """The options of `spurline audit`."""
 
     check: Annotated[bool, tyro.conf.FlagCreatePairsOff, described()] = False
-    """Compare with the budgets: exit code 1 and one line for each that is exceeded."""
+    """Compare with the budgets: exit code 1 and one line for each one exceeded."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff, described()] = False
     """Print JSON instead of tables."""
     budget: Budget = field(default_factory=Budget)
@@ -101,7 +101,7 @@ def lines_of(audit: Audit) -> list[str]:
 
 
 def _layer_lines(rows: list[LayerRow]) -> list[str]:
-    """Neighbors that do the same share a line."""
+    """One line per run of consecutive layers with the same numbers."""
     lines = []
     for numbers, group in groupby(rows, key=lambda row: list(asdict(row).values())[1:]):
         names = [row.name for row in group]

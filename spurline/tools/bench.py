@@ -53,12 +53,12 @@ class Command:
     parts: Annotated[tuple[str, ...], described("NAME ...")] = ()
     """Benchmark suites to run (default: all, or layers and bf16 on an accelerator)."""
     device: Annotated[str, described("TYPE")] = "cpu"
-    """Device to measure on: cpu, auto, or the type of an accelerator, on which every kernel of experts is timed."""
+    """Device to measure on: cpu, auto, or an accelerator type, on which every experts kernel is timed."""
     cases: Annotated[tuple[str, ...], described("NAME ...")] = tuple(CASES)
     """Layer shapes and routings to run in the suites layers, bf16, memory and dispatchers (default: all).
     One or more of small, medium, medium_zipf, medium_one_hot, medium_uniform, decode."""
     threads: Annotated[tuple[int, ...], described("N ...")] = (1, 2)
-    """Thread counts; every suite runs once with each (default: 1 2)."""
+    """Thread counts; every suite runs once with each of them (default: 1 2)."""
     seconds: Annotated[float, tyro.conf.arg(metavar="S")] = 20.0
     """Measuring time per result, shared by all candidates; raise it on a noisy machine."""
     check: Annotated[bool, tyro.conf.FlagCreatePairsOff, described()] = False

@@ -51,7 +51,7 @@ def _ask() -> str:
 
 
 def _fitting(messages: list[dict[str, Any]], chat: ChatFormat, context: int) -> tuple[list[dict[str, Any]], int]:
-    """The messages without the oldest turns that leave no room for an answer, and how many were dropped."""
+    """Drop the oldest turns until there is room for an answer; returns the messages and how many were dropped."""
     system = [message for message in messages[:1] if message["role"] == "system"]
     rest, num_dropped = messages[len(system) :], 0
     while rest and len(chat.prompt([*system, *rest])) >= context:
@@ -61,7 +61,7 @@ def _fitting(messages: list[dict[str, Any]], chat: ChatFormat, context: int) -> 
 
 
 def _answer(messages: list[dict[str, Any]], chat: ChatFormat, model: nn.Module, context: int, command: Command) -> str:
-    """Generate an answer, and show it as far as it is certain not to be the text that ends it."""
+    """Generate an answer and print it as it comes, holding back characters that may belong to the stop text."""
     from spurline.models.common.generate import printable, stream
 
     decoder, text, num_shown = chat.tokenizer.decoder(), "", 0

@@ -26,8 +26,8 @@ read; `verify` checks their content."""
 VERIFY = """\
 Compare every checkpoint file of the run with its recorded checksum, and look for
 values that are not finite. Exit code 1 if a file is missing, truncated or changed,
-if a tensor has an infinity or a NaN or, with --sign_key_file, if a checkpoint was
-not signed with that key."""
+if a tensor contains an infinity or a NaN or, with --sign_key_file, if a checkpoint
+was not signed with that key."""
 INSPECT = """\
 Show the tensors of a checkpoint (the newest by default): name, shape, dtype, size,
 and how the ranks that wrote it sharded each tensor."""
@@ -122,7 +122,7 @@ def verify_checkpoints(runs: list[str], options: Verify) -> int:
 
 
 def _tensor_problems(folder: CheckpointFolder, step: int) -> list[str]:
-    """What is wrong with tensors whose files have the right checksums."""
+    """Problems with the tensors of a checkpoint whose files match their checksums."""
     from spurline.train.checkpoint.finite import is_finite
     from spurline.train.checkpoint.reader import StoredCheckpoint
 

@@ -1,6 +1,6 @@
 """`spurline completion`: scripts that let a shell complete commands, options and presets. Torch-free.
 
-The scripts ask `spurline completion words -- ...` for what may come next, so they never go out of date.
+The scripts call `spurline completion words -- ...` for the candidates, so they never go out of date.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ usage: spurline completion bash|zsh|fish
 Print a script that lets the shell complete commands, options, presets and files.
 
   bash   eval "$(spurline completion bash)"           in ~/.bashrc
-  zsh    eval "$(spurline completion zsh)"            in ~/.zshrc, behind compinit
+  zsh    eval "$(spurline completion zsh)"            in ~/.zshrc, after compinit
   fish   spurline completion fish | source            in ~/.config/fish/config.fish"""
 SCRIPTS = {
     "bash": """\
@@ -49,7 +49,7 @@ end
 complete -c spurline -a '(__spurline_words)'""",
 }
 TRAINS = ("train", "lr-find", "plan", "audit", "launch")
-"""Commands with the options of a run."""
+"""Commands that take the options of a run."""
 
 
 def main(argv: list[str]) -> int:
@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
 
 
 def candidates(words: list[str]) -> list[str]:
-    """What the last of the words of a command line, which may be empty, can become; nothing where a file is wanted."""
+    """Completions for the last word of a command line, which may be empty; none where a file is expected."""
     *before, current = words or [""]
     if not before:
         return _beginning(current, [*COMMANDS, "help"])
@@ -94,7 +94,7 @@ def _subcommands(command: str) -> list[str]:
 
 
 def _options(command: str) -> list[str]:
-    """The options of a command, from the dataclasses that it is parsed with."""
+    """The options of a command, from the dataclasses that parse it."""
     module = _module(command)
     kinds = [kind for kind in vars(module).values() if is_dataclass(kind) and isinstance(kind, type)]
     own = [kind for kind in kinds if kind.__module__ == module.__name__ or kind.__name__ in ("Command", "Options")]

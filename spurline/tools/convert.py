@@ -29,8 +29,8 @@ usage: spurline convert from-hf PATH OUT [options]
   from-hf  Import a Hugging Face model as a run folder, to train or generate from.
   to-hf    Export a checkpoint of a run as a Hugging Face model.
   merge    Fold the adapters (LoRA) of a run into the weights of its base model.
-  to-peft  Export the adapters of a run in the format of peft.
-  upcycle  Make a mixture of experts of a dense model.
+  to-peft  Export the adapters of a run in peft's format.
+  upcycle  Turn a dense model into a mixture of experts.
 
 `spurline convert from-hf --help` and so on show their options."""
 FROM_HF = """\
@@ -52,22 +52,22 @@ examples
   spurline convert to-hf outputs/qwen qwen-early --step 500"""
 MERGE = """\
 Fold the adapters of the run folder RUN (trained with --lora.rank) into the weights of
-its base model (lora.base), as the new run folder OUT with the checkpoint of step 0: to
-train, to generate from, to adapt again, or to export by `spurline convert to-hf`.
+its base model (lora.base), as the new run folder OUT with a checkpoint of step 0: to
+train, to generate from, to adapt again, or to export with `spurline convert to-hf`.
 
 examples
   spurline convert merge outputs/qwen_lora outputs/qwen_merged
   spurline convert to-hf outputs/qwen_merged qwen-tuned --verify"""
 TO_PEFT = """\
-Export the adapters of the run folder RUN as the new folder OUT, as peft saves them:
+Export the adapters of the run folder RUN as the new folder OUT in peft's format:
 adapter_config.json and adapter_model.safetensors.
 
 examples
   spurline convert to-peft outputs/qwen_lora qwen-adapter --base_model Qwen/Qwen3-30B-A3B"""
 UPCYCLE = """\
-Make a mixture of experts of a dense model, a run folder or a Hugging Face folder, as the
-new run folder OUT. Experts are copies of its feed-forward layers: without --noise the
-new model computes what the dense one does, and training makes experts differ.
+Turn a dense model (a run folder or a Hugging Face folder) into a mixture of experts, as the
+new run folder OUT. The experts are copies of its feed-forward layers: without --noise the
+new model computes the same function as the dense one, and the experts diverge in training.
 
 examples
   spurline convert upcycle outputs/dense outputs/moe --experts 8 --top_k 2 --verify
@@ -78,12 +78,12 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?) *([KMG]?)B?", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Conversion:
-    """Options common to both directions."""
+    """Options common to both directions, from-hf and to-hf."""
 
     dtype: Literal["keep", "float32", "bfloat16"] = "keep"
     """Dtype of the written weights (keep: unchanged). The router's expert bias is never rounded."""
     verify: Annotated[bool, tyro.conf.FlagCreatePairsOff, described()] = False
-    """Write only if the logits match those of transformers; needs that package, and memory for both models."""
+    """Write only if the logits match transformers'; needs that package, and memory for both models."""
     import_: UserPackage = ""
 
 
@@ -100,14 +100,14 @@ class ToHF(Conversion):
     max_shard_size: Annotated[str, described("SIZE")] = "5GB"
     """Maximum size of one safetensors file, e.g. 5GB or 500MB (default: 5GB)."""
     fp8: Annotated[bool, tyro.conf.FlagCreatePairsOff, described()] = False
-    """Write projections in FP8 (E4M3) with a scale for each block of 128 x 128, as DeepSeek-V3 is published."""
+    """Write projections in FP8 (E4M3) with one scale per 128 x 128 block, as DeepSeek-V3 is published."""
     sign_key_file: Annotated[str, described("FILE")] = ""
     """Refuse a checkpoint that was not signed with this key (--checkpoint.sign_key_file of the run)."""
 
 
 @dataclass(frozen=True)
 class OfAdapters:
-    """Options of what is done with adapters."""
+    """Options common to merge and to-peft."""
 
     step: Annotated[int | None, described("N")] = None
     """Step of the adapters' checkpoint (default: the newest)."""
@@ -119,13 +119,13 @@ class OfAdapters:
 @dataclass(frozen=True)
 class Merge(OfAdapters):
     dtype: Literal["keep", "float32", "bfloat16"] = "keep"
-    """Dtype of the written weights (keep: that of the base model). The router's expert bias is never rounded."""
+    """Dtype of the written weights (keep: the base model's). The router's expert bias is never rounded."""
 
 
 @dataclass(frozen=True)
 class ToPeft(OfAdapters):
     base_model: Annotated[str, described("NAME")] = ""
-    """What adapter_config.json names as the base model: a folder, or a name on the Hugging Face Hub."""
+    """The base model to name in adapter_config.json: a folder, or a name on the Hugging Face Hub."""
 
 
 @dataclass(frozen=True)
@@ -133,21 +133,21 @@ class Upcycle:
     """Options of upcycling."""
 
     experts: int = 8
-    """Experts of each layer."""
+    """Number of experts per layer."""
     top_k: int = 2
-    """Experts a token visits."""
+    """Number of experts per token."""
     split: int = 1
-    """Cut each copy into this many experts along its hidden width; --experts and --top_k must be multiples."""
+    """Split each copy into this many experts along its hidden width; --experts and --top_k must be multiples of it."""
     noise: float = 0.0
-    """Standard deviation of noise on the copies, relative to each matrix (0: the function of the dense model)."""
+    """Standard deviation of the noise on the copies, relative to each matrix (0: same function as the dense model)."""
     router_std: float = 0.02
     """Standard deviation of the gates' initial weights."""
     dense_layers: int = 0
-    """Number of first layers that stay dense."""
+    """Number of leading layers that stay dense."""
     seed: int = 0
-    """Random seed of gates and noise."""
+    """Random seed for the gates and the noise."""
     verify: Annotated[bool, tyro.conf.FlagCreatePairsOff, described()] = False
-    """Compare logits with those of the dense model; without --noise, write only if they are the same."""
+    """Compare the logits with the dense model's; without --noise, write only if they are the same."""
     step: Annotated[int | None, described("N")] = None
     """Step of the dense run's checkpoint (default: the newest)."""
     sign_key_file: Annotated[str, described("FILE")] = ""

@@ -35,9 +35,9 @@ examples
       --out /data/prepared --part $SLURM_ARRAY_TASK_ID/16'
   spurline data join /data/prepared"""
 JOIN = """\
-Join the parts of a preparation on several machines (`prepare --part`) into FOLDER,
-with the same bytes as if one machine had prepared it. The parts are in
-FOLDER.parts, which can be removed afterwards."""
+Join the parts that several machines prepared (`prepare --part`) into FOLDER, byte for
+byte as if one machine had prepared it. The parts are in FOLDER.parts, which can be
+removed afterwards."""
 LS = """\
 List the sources, token counts and tokenizer of a prepared folder."""
 VERIFY = """\
@@ -52,7 +52,7 @@ class Prepare:
     tokenizer: Annotated[str, described("PATH")] = ""
     """A tokenizer.json file or a folder that has one (default: bytes)."""
     weights: Annotated[str, described("W,W,...")] = ""
-    """Comma-separated sampling weight of each source, e.g. 3,1 (default: in proportion to size)."""
+    """Comma-separated sampling weights, one per source, e.g. 3,1 (default: in proportion to size)."""
     pattern: str = "*"
     """Glob that selects files within a folder, at any depth (e.g. *.md)."""
     text_field: str = "text"

@@ -188,7 +188,7 @@ def _accelerators() -> list[Finding]:
     return findings
 
 
-# a file that its driver makes: (the accelerator, the index of PyTorch's builds for it)
+# file that the driver creates: (vendor of the accelerator, index of PyTorch's builds for it)
 _DRIVERS = {
     "/dev/nvidiactl": ("NVIDIA", "cu130"),
     "/dev/kfd": ("AMD", "rocm7.1"),
@@ -197,7 +197,7 @@ _DRIVERS = {
 
 
 def _no_accelerator() -> Finding:
-    """What is there, if anything, and which build of PyTorch could use it."""
+    """Report an accelerator whose driver is loaded, if any, and the PyTorch build that can use it."""
     for path, (maker, build) in _DRIVERS.items():
         if Path(path).exists():
             hint = f"pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/{build}"
@@ -291,7 +291,7 @@ def _compile() -> list[Finding]:
 
 
 def _kernels(command: Command) -> list[Finding]:
-    """For each kind of rows, what each kernel says of them, the one that `experts_backend auto` chooses first."""
+    """For each workload, each kernel's verdict, starting with the one that `experts_backend auto` chooses."""
     import torch
 
     from spurline.device import pick_device

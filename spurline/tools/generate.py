@@ -62,14 +62,14 @@ class Command:
     sign_key_file: Annotated[str, described("FILE")] = ""
     """Refuse a checkpoint that was not signed with this key (--checkpoint.sign_key_file of the run)."""
     chat: Annotated[bool, tyro.conf.FlagCreatePairsOff, described()] = False
-    """Answer prompts as turns of a conversation, by the chat template of the run (data.chat_template) or its tokenizer.
+    """Answer prompts as chat turns, with the chat template of the run (data.chat_template) or of its tokenizer.
     Without a prompt: a conversation on the terminal, or one question from standard input."""
     system: Annotated[str, described("TEXT")] = ""
-    """Chat: the system message in front of the conversation."""
+    """System message at the start of the conversation (with --chat)."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff, described()] = False
     """Print JSON lines with prompt, text, tokens and finish (boundary or max_tokens)."""
     no_cache: Annotated[bool, tyro.conf.FlagCreatePairsOff, described()] = False
-    """Do not use a KV cache: recompute the whole context for every token. Slow; for debugging."""
+    """Do not use a KV cache: recompute the full context for every token. Slow; for debugging."""
     import_: UserPackage = ""
 
     def problems(self) -> list[str]:
@@ -127,7 +127,7 @@ def _parse_command(argv: list[str]) -> tuple[Path, Command]:
 
 
 def read_prompts(path: str) -> list[str]:
-    """The prompts in a file, without blank lines; all of standard input is one."""
+    """Read the prompts in a file, skipping blank lines; standard input is a single prompt."""
     if path == "-":
         return [sys.stdin.read().strip()]
     try:
@@ -159,7 +159,7 @@ class Text:
     """A prompt and its generated continuation."""
 
     def __init__(self, prompt: str, tokenizer: Tokenizer, prompt_ids: list[int] | None = None) -> None:
-        """`prompt_ids` are what the model reads (default: the prompt behind a boundary token)."""
+        """`prompt_ids` are the model's input (default: a boundary token and the prompt)."""
         self.prompt = prompt
         self.prompt_ids = prompt_ids or [tokenizer.boundary_id, *map(int, tokenizer.encode(prompt))]
         self.written = ""
@@ -243,15 +243,15 @@ def load_model(run_folder: Path, config: RunConfig[Any], step: int | None, sign_
     model.compute_dtype = dtype
     rounds_experts = product_dtype(torch.empty(0, dtype=dtype, device=pick_device())) == dtype
     for module in model.modules():
-        # Cast once instead of for every token; norms and routers compute with their float32 weights, and so do experts
-        # on a CPU without instructions for the dtype.
+        # Cast once instead of for every token; norms and routers keep their float32 weights, and so do experts on a
+        # CPU without instructions for the dtype.
         if isinstance(module, Linear | Embedding | SharedExperts) or (isinstance(module, Experts) and rounds_experts):
             module.to(dtype)
     return model.eval()
 
 
 def open_chat_format(config: RunConfig[Any]) -> ChatFormat:
-    """The chat template of a run: that of its data options, else that of its tokenizer's folder."""
+    """The chat template of a run: from its data options, else from its tokenizer's folder."""
     from spurline.data.chat_samples import chat_format
 
     return chat_format(config.data)
@@ -272,7 +272,7 @@ def _write(
 ) -> None:
     """Generate and print: a single text as it is generated, several when their batch is complete.
 
-    An answer of a conversation is shown when it is complete, without its prompt.
+    With --chat, an answer is shown when it is complete, without its prompt.
     """
     from spurline.models.common.generate import stream
 

@@ -22,8 +22,8 @@ from spurline.tools.parsing import option_types, parse, split_options, wants_hel
 PROG = "spurline launch"
 DESCRIPTION = """\
 Start `spurline train` on several ranks, with torchrun's elastic agent: on this machine,
-on this node of several, or as a job of a cluster. What follows -- is for `spurline
-train`; so are options that are not listed here.
+as one node of several, or as a job on a cluster. Arguments after -- go to `spurline
+train`, as do options that are not listed here.
 
 examples
   spurline launch --ranks 4 -- --config deepseek_v3_debugmodel \\
@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
 
             return train_main(train)
         try:
-            command = resolve(train, anywhere=options.kubernetes)  # pods have files of their own
+            command = resolve(train, anywhere=options.kubernetes)  # pods have their own files
         except ConfigError as error:
             return complain(TRAIN, error.problems)
     if problems := problems_with_fewer_nodes(options, command.run_config):
@@ -62,12 +62,12 @@ def run(options: Options, train: list[str]) -> int:
     """Start the ranks; returns the exit code of the run."""
     from spurline.train.exit_codes import ExitCode
 
-    quiet = "TORCH_CPP_LOG_LEVEL"  # of this process: a store that ended first is no news, and none of a stack trace
+    quiet = "TORCH_CPP_LOG_LEVEL"  # in this process: a store that exits first is no error and needs no stack trace
     was_set = os.environ.setdefault(quiet, "FATAL")
     from spurline.launch.agent import LaunchError, run_ranks  # imports torch: only once the options are valid
 
     if was_set == "FATAL":
-        del os.environ[quiet]  # ranks have their own
+        del os.environ[quiet]  # ranks set their own
     try:
         return run_ranks(options, [sys.executable, "-u", "-m", "spurline", "train", *train])
     except LaunchError as error:
@@ -78,7 +78,7 @@ def run(options: Options, train: list[str]) -> int:
 
 
 def write_job(options: Options, command: Command[Any], train: list[str]) -> int:
-    """Write or print the script or manifest of a cluster; returns the exit code."""
+    """Write or print the job script or manifest for a cluster; returns the exit code."""
     from spurline.launch.kubernetes import manifest, name_problems
     from spurline.launch.script import JobText
     from spurline.launch.slurm import sbatch_script
@@ -93,7 +93,7 @@ def write_job(options: Options, command: Command[Any], train: list[str]) -> int:
     folder, given = f"outputs/{name}-job", {option.name for option in split_options(train)[1]}
     if "job.dump_folder" in given:
         folder = command.run_config.job.dump_folder
-    else:  # a job that is started again must find its run
+    else:  # a restarted job must find its run
         train = [*train, "--job.dump_folder", folder]
     make, suffix, submit = {
         "slurm": (sbatch_script, "sbatch", "sbatch {}"),
@@ -117,7 +117,7 @@ def write_job(options: Options, command: Command[Any], train: list[str]) -> int:
 
 
 def split_command(argv: list[str]) -> tuple[list[str], list[str]]:
-    """The options of this command, and those of `spurline train`: after --, or those that this one does not have."""
+    """Split argv into this command's options and those of `spurline train`: all after --, or all unknown here."""
     if "--" in argv:
         where = argv.index("--")
         return argv[:where], argv[where + 1 :]
@@ -131,7 +131,7 @@ def split_command(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def problems_with_fewer_nodes(options: Options, config: RunConfig[Any]) -> list[str]:
-    """Why the run could not go on with fewer nodes of the range; that of all nodes is checked with the options."""
+    """Why the run could not continue with fewer nodes of the range; the largest is checked with the options."""
     found = []
     for nodes in options.nodes[:-1]:
         ranks = nodes * options.ranks

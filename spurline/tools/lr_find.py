@@ -22,9 +22,9 @@ from spurline.tools.train import raised_by_us
 PROG = "spurline lr-find"
 EXAMPLES = """\
 Find a learning rate: short runs from the same weights on the same batches, one for each
-rate, with the optimizer, batch size and layout of the run itself. Suggested is the
-smallest rate whose loss at the end is that of the best one but for noise. Nothing is
-written but the page; under torchrun all ranks take part.
+rate, with the optimizer, batch size and layout of the run itself. Suggests the smallest
+rate whose final loss equals the best one up to noise. Writes nothing but the page;
+under torchrun all ranks take part.
 
 examples
   spurline lr-find --module deepseek_v3 --config deepseek_v3_debugmodel

@@ -33,15 +33,15 @@ R = TypeVar("R", bound=RunConfig[Any])
 
 @dataclass(frozen=True, kw_only=True)
 class RunCommand(Generic[R]):
-    """The options of a command about a run: where to start from, and everything that can be changed."""
+    """The options of a command about a run: the starting config, and overrides of any of its fields."""
 
     module: Annotated[str, described("NAME")] = ""
-    """Model family (see `spurline configs`); not needed where --config names a preset that only one family has."""
+    """Model family (see `spurline configs`); not needed if --config names a preset of only one family."""
     config: Annotated[str, described("NAME")] = ""
     """Preset to start from."""
     config_file: Annotated[str, described("FILE")] = ""
-    """Start from the config.json of an earlier run instead of a preset, or from a JSON or YAML file of one's own:
-    options that it does not have are those of its preset."""
+    """Start from the config.json of an earlier run instead of a preset, or from your own JSON or YAML file;
+    options missing from it come from its preset."""
     preset: Annotated[str, described("NAME")] = ""
     """Options for a purpose, applied before the others: finetune (low rate, frozen router; see docs/finetuning.md)."""
     import_: UserPackage = ""
@@ -53,7 +53,7 @@ class Command(RunCommand[R], Generic[R]):
     """The options of `spurline train`."""
 
     dry_run: Annotated[bool, tyro.conf.FlagCreatePairsOff, described()] = False
-    """Print the resolved config with parameter and FLOP counts and the memory of a rank, and exit."""
+    """Print the resolved config, parameter and FLOP counts and the memory per rank, and exit."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,9 @@ class UnknownModel:
 
 
 def resolve(argv: list[str], anywhere: bool = False) -> Command[Any]:
-    """The command line of `spurline train`; raises a ConfigError with all errors.
+    """Parse the command line of `spurline train`; raises a ConfigError with all errors.
 
-    With `anywhere`, files and folders are those of other machines, and are not looked for here.
+    With `anywhere`, files and folders are on other machines, so their existence is not checked here.
     """
     problems = layout_problems if anywhere else run_problems
     return resolve_command(argv, Command, PROG, _EXAMPLES, lambda command: problems(command.run_config))
@@ -79,7 +79,7 @@ C = TypeVar("C", bound=RunCommand[Any])
 def resolve_command(
     argv: list[str], kind: type[C], prog: str, examples: str, problems_of: Callable[[C], list[str]]
 ) -> C:
-    """Parse `argv` into a command of this kind; raises a ConfigError with all errors, with those of problems_of."""
+    """Parse `argv` into a command of this kind; raises a ConfigError with all errors, `problems_of` included."""
     argv = [f"{option}.enable" if option in _SECTIONS_TO_ENABLE else option for option in argv]
     before, given = split_options(argv)
     named = {option.name: option.values[0] for option in given if option.values}
@@ -136,7 +136,7 @@ def _starting_point(named: dict[str, str], kind: type[C]) -> tuple[C, list[str]]
 
 
 def _config_file(name: str) -> Path:
-    """The file that is meant: that of a run, or of the latest run, may be named by the folder."""
+    """Resolve the name of a config file: a folder means its config.json, or the latest run's."""
     file = Path(name).expanduser()
     if file.is_dir():
         return find_run(file) / "config.json"
@@ -144,27 +144,27 @@ def _config_file(name: str) -> Path:
 
 
 def _is_of_a_run(file: Path, job: Job) -> bool:
-    """Whether a config file is that of a run, and no file of one's own."""
+    """Whether a config file was written by a run rather than by the user."""
     if any((file.parent / name).exists() for name in ("metrics.jsonl", "checkpoints")):
         return True
     return bool(job.dump_folder) and Path(job.dump_folder).resolve() == file.parent.resolve()
 
 
 def _as_a_new_run(run_config: RunConfig[Any]) -> RunConfig[Any]:
-    """The config of a run for another one, which has a folder of its own."""
+    """The config of a run, to be used for another run in its own folder."""
     job = replace(run_config.job, dump_folder="", resume="", overwrite=False, allow_changes=False)
     return replace(run_config, job=job)
 
 
 def _without_unused_weights(run_config: RunConfig[Any], named: dict[str, str]) -> RunConfig[Any]:
-    """Adapters have their base: the weights that a config file names are for a run without them."""
+    """With LoRA, drop the initial weights that a config file names: the adapters have their own base model."""
     if not run_config.lora.rank or INITIAL_LOAD in named:
         return run_config
     return replace(run_config, checkpoint=replace(run_config.checkpoint, initial_load_path=""))
 
 
 def _start_from_weights(path: str, general: C, kind: type[C]) -> tuple[C, list[str]]:
-    """The model of the folder whose weights the run begins with, to be trained in a folder of its own."""
+    """Start from the config of the folder with the initial weights, for a new run in its own folder."""
     try:
         source = find_source(path)
         out = f"outputs/{source.name}-tuned"
@@ -190,7 +190,7 @@ def _with_preset(start: C, name: str) -> tuple[C, list[str]]:
 
 
 def _with_folder(run_config: RunConfig[Any], config: str) -> RunConfig[Any]:
-    """With the folder of numbered runs, that of the run if it is to be resumed, and the other runs by their numbers."""
+    """Set the folder of numbered runs and of a resumed run, and resolve the runs that other options name."""
     job = replace(run_config.job, runs_folder=run_config.job.runs_folder or f"outputs/{config}")
     if job.resume and not job.dump_folder:
         run = latest_run(job.runs_folder) if job.resume == LATEST else find_run(job.resume)
@@ -219,7 +219,7 @@ def run_problems(config: RunConfig[Any]) -> list[str]:
 
 
 def layout_problems(config: RunConfig[Any]) -> list[str]:
-    """Everything that prevents a run with this config from starting anywhere, whatever files there are."""
+    """Everything that prevents a run with this config from starting on any machine, files aside."""
     return config.problems() + _degree_problems(config)
 
 
@@ -231,7 +231,7 @@ def _degree_problems(config: RunConfig[Any]) -> list[str]:
 
 
 def remote_problems(config: RunConfig[Any]) -> list[str]:
-    """URLs where paths are wanted, and those with a scheme that is not known."""
+    """Report URLs where only paths are allowed, and URLs with an unknown scheme."""
     job, data, debug = config.job, config.data, config.debug
     folders = {"job.dump_folder": job.dump_folder, "job.runs_folder": job.runs_folder, "job.resume": job.resume}
     others = {
@@ -257,7 +257,7 @@ def remote_problems(config: RunConfig[Any]) -> list[str]:
 
 
 def resume_problems(config: RunConfig[Any]) -> list[str]:
-    """Why the run that is to be resumed can't be."""
+    """Why the run can't be resumed."""
     job = config.job
     if not job.resume:
         return []

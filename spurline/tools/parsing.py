@@ -49,7 +49,7 @@ def split_options(argv: list[str]) -> tuple[list[str], list[Given]]:
 
 
 def described(metavar: str | None = None, name: str | None = None) -> object:
-    """Annotation of an option whose default the help should not show."""
+    """Annotation of an option whose default is not shown in the help."""
     return tyro.conf.arg(name=name, metavar=metavar, help_behavior_hint="")
 
 
@@ -61,7 +61,7 @@ _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 def _spelled_out(default: Any, argv: list[str]) -> list[str]:
-    """argv with short names of dtypes as the options know them: bf16 is bfloat16."""
+    """Expand short dtype names in argv: bf16 becomes bfloat16."""
     types, (before, given) = option_types(default), split_options(argv)
     tokens = before
     for option in given:
@@ -149,7 +149,7 @@ def _suggestion(name: str, types: dict[str, Any], prog: str) -> str:
     """Suggest the option of the same name in another section (`training.seq_len` for `seq_len`), else the closest."""
     same_leaf = [known for known in types if known.rpartition(".")[2] == name.rpartition(".")[2]]
     if same_leaf and "." not in name:
-        near = same_leaf[0]  # sections that are used most come first: training.steps before profile.steps
+        near = same_leaf[0]  # the most used sections come first: training.steps before profile.steps
     else:
         near = nearest(name, same_leaf, cutoff=0.0) or nearest(name, types)
     return f". Did you mean --{near}?" if near else f" ({prog} --help lists them)"

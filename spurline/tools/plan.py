@@ -1,4 +1,4 @@
-"""`spurline plan`: what a step costs on a cluster: memory, bytes, time; and which layouts fit."""
+"""`spurline plan`: predict the memory, bytes and time of a step on a cluster, and which layouts fit."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 PROG = "spurline plan"
 EXAMPLES = """\
-Predict what a training step needs on a cluster: the memory of a rank and who holds
-it, bytes of each collective inside a node and between nodes, FLOPs, and a lower
-bound of the time. No GPU is needed: the real trainer takes one step as rank 0 of
-that many ranks, on tensors without values. Exit code 1 if it does not fit.
+Predict what a training step needs on a cluster: the memory of a rank and what holds
+it, bytes of each collective within a node and between nodes, FLOPs, and a lower
+bound on the time. No GPU is needed: the real trainer takes one step as rank 0 of
+that many ranks, on tensors without data. Exit code 1 if it does not fit.
 
 examples
   spurline plan --module deepseek_v3 --config deepseek_v3_16b --ranks 64
@@ -35,7 +35,7 @@ examples
   spurline plan --module deepseek_v3 --config deepseek_v3_16b --ranks 64 \\
       --routing outputs/my_run --json
 
-All options of `spurline train` apply. Compiled models are planned as eager ones."""
+All options of `spurline train` apply. Compiled models are planned as if eager."""
 CURVE_POINTS = 240
 R = TypeVar("R", bound=RunConfig[Any])
 
@@ -47,11 +47,11 @@ class Command(SimulationCommand[R], Generic[R]):
     search: Annotated[bool, tyro.conf.FlagCreatePairsOff, described()] = False
     """Try layouts of these ranks, estimated from a few layers, and list the fastest that fit."""
     best: Annotated[int, described("N")] = 5
-    """With --search: how many to list."""
+    """Number of layouts to list with --search."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff, described()] = False
     """Print JSON instead of tables."""
     html: Annotated[str, described("FILE")] = ""
-    """Also write a page with the memory over the step."""
+    """Also write an HTML page with the memory over the step."""
 
 
 def main(argv: list[str]) -> int:
@@ -92,7 +92,7 @@ def _plan(command: Command[Any]) -> int:
 
 
 def does_not_fit(command: Command[Any], plan: Plan) -> str:
-    """By how much, and what would help, in one line."""
+    """One line with how much memory is missing and which options would help."""
     from spurline.simulate.search import what_would_help
 
     missing = gib(plan.peak_bytes - plan.capacity_bytes)
@@ -200,7 +200,7 @@ def _traffic_line(row: Any) -> str:
 
 
 def _time_lines(plan: Plan) -> list[str]:
-    """Each collective's time, and how much of it nothing else fills."""
+    """Each collective's time, overlapped and exposed."""
     lines = []
     for label, seconds in sorted(plan.collective_seconds.items(), key=lambda item: -item[1]):
         exposed = plan.exposed_seconds.get(label, 0.0)

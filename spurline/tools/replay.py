@@ -1,4 +1,4 @@
-"""`spurline replay`: take a step of an earlier run again and say where it stops being finite. Torch-free until then."""
+"""`spurline replay`: repeat a step of a run and report where it stops being finite. Torch-free until it starts."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from spurline.tools.train import raised_by_us
 
 PROG = "spurline replay"
 DESCRIPTION = """\
-Take a step of an earlier run again, on one process, with anomaly detection: says in
-which micro-batch, module and operation its numbers first stop being finite. RUN is a
+Repeat a step of an earlier run on one process with anomaly detection, and report the
+micro-batch, module and operation in which its numbers first stop being finite. RUN is a
 run folder; steps that were not finite are recorded in its bad_steps.jsonl.
 
-The step is taken from the newest checkpoint before it, or from the initial weights;
-the steps between are taken first.
+The replay starts from the newest checkpoint before the step, or from the initial
+weights, and takes the steps in between first.
 
 example
   spurline replay outputs/my_run --step 1234"""
@@ -33,16 +33,16 @@ class Command:
     """The options of `spurline replay`."""
 
     step: Annotated[int, described("N")] = 0
-    """The step to take again."""
+    """The step to repeat (required)."""
     direct: Annotated[bool, tyro.conf.FlagCreatePairsOff, described()] = False
-    """Leave out the steps between the checkpoint and this one: fast, with weights that are a little older."""
+    """Skip the steps between the checkpoint and this one: fast, but with slightly older weights."""
     sign_key_file: Annotated[str, described("FILE")] = ""
     """Refuse a checkpoint that was not signed with this key (--checkpoint.sign_key_file of the run)."""
     import_: UserPackage = ""
 
 
 def main(argv: list[str]) -> int:
-    """0: the step was taken again, finite or not."""
+    """Replay the step; returns 0 whether it is finite or not."""
     problems = load_user_code(argv)
     before, _ = split_options(argv)
     command, not_understood = parse(Command, Command(), argv[len(before) :], f"{PROG} RUN", DESCRIPTION)

@@ -27,7 +27,7 @@ examples
   spurline report outputs/my_run --serve                shows it in a browser, and follows the run
 
 A report can be written while a run is training. With --serve nothing is written: the page is
-served on this machine alone (127.0.0.1), and updates itself."""
+served on this machine only (127.0.0.1), and updates itself."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Command:
     out: Annotated[str, described("FILE")] = ""
     """Output file (default: report.html in the folder of the first run)."""
     serve: Annotated[bool, tyro.conf.FlagCreatePairsOff, described()] = False
-    """Serve the page to a browser on this machine, and keep it up to date while runs are training; Ctrl-C ends it."""
+    """Serve the page to a browser on this machine, and keep it up to date while runs are training; Ctrl-C stops it."""
     port: Annotated[int, described("N")] = 8765
     """With --serve: port to listen on (0: any that is free)."""
 
@@ -92,6 +92,6 @@ def write_report(folders: list[str], out: str = "") -> Path:
         raise ValueError(f"--out {path} is a folder: give a file name")
     if not path.absolute().parent.is_dir():
         raise ValueError(f"{path}: there is no folder {path.parent}")
-    # A name or a sample may have characters that no file can hold.
+    # A name or a sample may contain characters that UTF-8 can't encode.
     write_file(path, page.encode("utf-8", "replace").decode("utf-8"))
     return path

@@ -23,7 +23,7 @@ PROG = "spurline routing"
 DESCRIPTION = """\
 Show which experts of a trained model fire on which text. RUN is a run folder with
 checkpoints; DATA is what --data.path takes (default: the data of the run). Writes a
-page with the load of each layer's experts, the tokens and contexts each of them
+page with the load of each layer's experts, the tokens and contexts each expert
 prefers, and which experts fire together.
 
 examples
@@ -35,9 +35,9 @@ examples
 @dataclass(frozen=True)
 class Command:
     tokens: Annotated[int, described("N")] = 32_768
-    """Tokens to look at (default: 32768, or all that there are)."""
+    """Number of tokens to route (default: 32768, or all if there are fewer)."""
     batch_size: Annotated[int, described("N")] = 8
-    """Sequences in a forward pass (default: 8)."""
+    """Sequences per forward pass (default: 8)."""
     out: Annotated[str, described("FILE")] = ""
     """Page to write (default: routing.html in the run folder)."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff, described()] = False
@@ -93,7 +93,7 @@ def _show(run: Path, data_path: str, command: Command) -> int:
     from spurline.data.tokenizer import tokenizer_for
 
     section = config.data
-    if data_path:  # with the tokenizer of the run, also where that came with its data
+    if data_path:  # with the run's tokenizer, even if it came with the run's data
         section = replace(section, path=data_path, weights="", validation_fraction=0.0, tokenizer=_tokenizer(config))
     if problems := check_data(section):
         raise ConfigError(problems)
@@ -121,7 +121,7 @@ def _show(run: Path, data_path: str, command: Command) -> int:
 
 
 def _tokenizer(config: Any) -> str:
-    """The tokenizer of the run as an option: that of prepared data is in its folder."""
+    """The run's tokenizer as an option value; prepared data has it in its folder."""
     prepared = Path(config.data.path.split(",")[0]) / "tokenizer.json" if config.data.path else None
     return config.data.tokenizer or (str(prepared) if prepared is not None and prepared.is_file() else "")
 

@@ -1,4 +1,4 @@
-"""`spurline runs`: the runs in a folder, how each stands, and how two of them differ. Torch-free."""
+"""`spurline runs`: list the runs in a folder with their state, and compare two of them. Torch-free."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from spurline.tools.subcommands import take_arguments
 
 PROG = "spurline runs"
 DESCRIPTION = """\
-List the runs in FOLDER (default: outputs), the last one first: whether each is running,
-finished, stopped by a signal or failed, how far it has come, its losses and when it last
+List the runs in FOLDER (default: outputs), the latest first: whether each is running,
+finished, stopped by a signal or failed, its progress, its losses and when it last
 wrote. `spurline runs compare A B` shows the options in which two runs differ, and their
 losses at common steps.
 

@@ -1,4 +1,4 @@
-"""What `spurline plan` and `spurline audit` share: their options, and what is wrong with them. Torch-free."""
+"""Options that `spurline plan` and `spurline audit` share, and their validation. Torch-free."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class SimulationCommand(RunCommand[R], Generic[R]):
     """The options of a command that simulates a step."""
 
     ranks: Annotated[int, described("N")] = 1
-    """Number of ranks, that is devices, of the simulated run."""
+    """Number of ranks (devices) in the simulated run."""
     device: Annotated[str, described("NAME")] = "h100"
-    """The device of a rank: h100, h200, b200, gb200, gh200, a100, mi300x, mi325x, mi250x, pvc, ..."""
+    """Device type: h100, h200, b200, gb200, gh200, a100, mi300x, mi325x, mi250x, pvc, ..."""
     gpus_per_node: Annotated[int, described("N")] = 0
-    """Devices of a node (0: as the maker's own system has)."""
+    """Devices per node (0: as in the vendor's reference system)."""
     routing: Annotated[str, described("HOW")] = "balanced"
-    """Rows of experts: balanced, zipf or zipf:EXPONENT, or the metrics.jsonl (or folder) of a run."""
+    """Distribution of rows over experts: balanced, zipf or zipf:EXPONENT, or the metrics.jsonl (or folder) of a run."""
 
 
 def command_problems(command: SimulationCommand[Any]) -> list[str]:

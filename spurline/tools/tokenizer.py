@@ -24,8 +24,9 @@ examples
   spurline tokenizer train books/ --vocab_size 8192 --out tokenizer.json
   spurline data prepare books/ --tokenizer tokenizer.json --out prepared/books"""
 SHOW = """\
-Show the vocabulary size and document boundary token of a tokenizer (a tokenizer.json
-file, a folder that has one, or the name of one that comes with Spurline), and how it tokenizes a text.
+Show the vocabulary size and document boundary token of a tokenizer, and how it tokenizes
+a text. PATH is a tokenizer.json file, a folder that has one, or the name of a tokenizer
+that comes with Spurline.
 
 examples
   spurline tokenizer show tokenizer.json --text "Hello, world" """
@@ -42,7 +43,7 @@ class Train:
     text_field: str = "text"
     """Name of the text field in JSONL, Parquet and Hugging Face datasets."""
     validation_fraction: float = 0.0
-    """Leave out the documents that a run holds out with this data.validation_fraction (0: none)."""
+    """Exclude the documents that a run with this data.validation_fraction holds out (0: none)."""
 
 
 @dataclass(frozen=True)

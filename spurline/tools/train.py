@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
 
 
 def run(module: str, config_name: str, run_config: RunConfig[Any]) -> int:
-    """Train, and write the report; errors that are messages to the user are printed. Returns the exit code."""
+    """Train and write the report; prints errors meant for the user. Returns the exit code."""
     try:
         from spurline.train.run import train  # imports torch, which is slow: only once the options are valid
 
@@ -68,7 +68,7 @@ def run(module: str, config_name: str, run_config: RunConfig[Any]) -> int:
                 print(f"report: {write_report([str(folder)])}")
             except OSError as error:  # the run itself is complete
                 print(f"{PROG}: the report was not written: {error.strerror or error}", file=sys.stderr)
-    except ConfigError as error:  # what only the built model can tell
+    except ConfigError as error:  # problems that only show once the model is built
         return end_with(error.problems)
     except ValueError as error:
         if not raised_by_us(error):
@@ -91,7 +91,7 @@ def run(module: str, config_name: str, run_config: RunConfig[Any]) -> int:
 
 
 def end_with(problems: list[str], code: int = ExitCode.USAGE) -> int:
-    """Print the problems and tell the launcher of them; returns the exit code."""
+    """Print the problems and report them to the launcher; returns the exit code."""
     record_error("\n".join(problems))
     return complain(PROG, problems, code)
 
@@ -137,7 +137,7 @@ def describe_stages(config: RunConfig[Any], num_micro_batches: int) -> str:
 
 
 def describe_memory(config: RunConfig[Any], world_size: int) -> str:
-    """Format what a rank holds at the peak of a step as text; simulates a few layers, which takes seconds."""
+    """Format the peak memory of a rank as text; simulates a few layers, which takes seconds."""
     from spurline.simulate.search import estimate_step  # imports torch, and nothing before it does
 
     plan = estimate_step(config, world_size, hardware_named("h100"))

@@ -91,7 +91,7 @@ def model_problems(model: Any) -> list[str]:
 
 
 def _parse_command(argv: list[str]) -> tuple[Command[Any], set[str], list[str]]:
-    """The options, the names of options of the model that cells must not vary, and the errors."""
+    """The options, the names of model options that cells must not vary, and the errors."""
     before, options = split_options(argv)
     named = {option.name: option.values[0] for option in options if option.values}
     problems = load_user_code(argv)

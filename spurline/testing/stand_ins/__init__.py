@@ -1,8 +1,8 @@
-"""Stand-ins for DeepEP and HybridEP on CPU ranks: the same calls, shapes, dtypes and order of rows, over gloo.
+"""Stand-ins for DeepEP and HybridEP on CPU ranks: the same API, shapes, dtypes and row order, over gloo.
 
-`--import spurline.testing.stand_ins.use` puts them in the place of libraries that are not installed, so that the
-adapters run on CPU ranks. They show that the adapters are right if the libraries do what they say; nothing about speed.
-Free of torch until they are used.
+`--import spurline.testing.stand_ins.use` substitutes them for libraries that are not installed, so that the adapters
+run on CPU ranks. They show that the adapters are correct if the libraries behave as documented, and nothing about
+speed. Torch-free until they are used.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Lazy(ModuleType):
 
 
 def install() -> list[str]:
-    """Put stand-ins in the place of missing libraries in this process; returns the modules that they stand for."""
+    """Install stand-ins for missing libraries in this process; returns the names of the replaced modules."""
     missing = [name for name in _MODULES if name not in sys.modules and find_spec(name) is None]
     for name in missing:
         module = _Lazy(name)
@@ -39,7 +39,7 @@ def install() -> list[str]:
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """The same for a while."""
+    """`install` within the block."""
     names = install()
     try:
         yield

@@ -1,7 +1,7 @@
-"""A stand-in for `deep_ep.Buffer` on gloo ranks, with the signatures of DeepEP 2.1.0 (those of v1.2.1 and a few more).
+"""A stand-in for `deep_ep.Buffer` on gloo ranks, with the signatures of DeepEP 2.1.0 (a superset of v1.2.1).
 
-T tokens, K experts per token, R tokens received, P ranks, e experts on each. Tokens arrive in the order of their ranks,
-and of each rank in their own order; experts of a received token are counted on this rank, -1 elsewhere.
+T tokens, K experts per token, R tokens received, P ranks, e experts on each. Tokens arrive in rank order, and in their
+original order within a rank; expert ids of a received token are local to this rank, or -1 for experts elsewhere.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from spurline.testing.stand_ins.exchange import add_up, check_rows, counts_of_al
 
 
 class Config:
-    """Sizes of buffers, which the stand-in has no use for."""
+    """Buffer sizes, which the stand-in does not need."""
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         return hidden_bytes * num_ranks
@@ -27,7 +27,7 @@ class Config:
 
 
 class EventOverlap:
-    """Everything has happened when a call returns; what must be waited for says so if it is not."""
+    """An event for calls that are complete on return; waiting fails if the library would have returned no event."""
 
     def __init__(self, event: Any = None, extra_tensors: Any = None) -> None:
         self.event = event
@@ -194,7 +194,7 @@ class Buffer:
         count_e = torch.bincount(expert_R, minlength=e)
         starts_e = count_e.cumsum(0) - count_e
         place_R = expert_R[order_R] * (most * P) + torch.arange(len(order_R)) - starts_e[expert_R[order_R]]
-        packed = torch.full((e * most * P, x.shape[1]), torch.nan, dtype=x.dtype)  # nobody may rely on empty places
+        packed = torch.full((e * most * P, x.shape[1]), torch.nan, dtype=x.dtype)  # nothing may rely on empty slots
         received = torch.full_like(packed, torch.nan)
         packed[place_R] = rows_R[order_R]
 
@@ -246,5 +246,5 @@ def _splits(handle: tuple[Any, ...]) -> tuple[list[int], list[int]]:
 
 
 def _sent(handle: tuple[Any, ...]) -> Tensor:
-    """The token of each row that this rank sent, in the order of ranks."""
+    """The token of each row that this rank sent, in rank order."""
     return handle[4].t().nonzero()[:, 1]

@@ -1,7 +1,7 @@
 """A stand-in for `deep_ep.HybridEPBuffer` on gloo ranks, with the signatures of the branch hybrid-ep at 94a9f8f.
 
-T tokens, E experts of which e live on each of P ranks, A rows received, in the order of experts, then of ranks, then of
-tokens; each expert's rows are padded with zeros to a multiple.
+T tokens, E experts of which e live on each of P ranks, A rows received, ordered by expert, then rank, then token; each
+expert's rows are padded with zeros to a multiple.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`--import spurline.testing.stand_ins.use`: stand-ins in the place of libraries that are missing. Free of torch."""
+"""`--import spurline.testing.stand_ins.use`: install stand-ins for missing libraries. Torch-free."""
 
 from spurline.testing.stand_ins import install
 

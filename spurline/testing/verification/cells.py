@@ -38,7 +38,7 @@ MOE_OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "dispatcher": {
         "all-to-all": {"dispatcher": "local"},
-        "capacity": {"dispatcher": "capacity", "capacity_factor": 8.0},  # so that no row is dropped
+        "capacity": {"dispatcher": "capacity", "capacity_factor": 8.0},  # no row is dropped
         "deep_ep stand-in": {"dispatcher": "deep_ep"},
         "hybrid_ep stand-in": {"dispatcher": "hybrid_ep"},
     },
@@ -89,9 +89,9 @@ class Cell:
     seq_len: int = 12
     clip: bool = False
     num_layers: int = 0
-    """For pipeline stages; 0: those of the model."""
+    """Number of layers, for pipeline stages (0: as in the model)."""
     tied: bool = False
-    """Whether the embedding is the output matrix too; False: as in the model."""
+    """Whether to tie the embeddings (False: as in the model)."""
 
     @property
     def dp(self) -> int:
@@ -174,9 +174,9 @@ def run_config(cell: Cell, model: Any) -> RunConfig[Any]:
 
 
 def _num_steps(cell: Cell, model: Any) -> int:
-    """Cells that round more than the reference are compared before a selection bias moves.
+    """Number of steps; cells in lower precision than the reference are compared before a selection bias is updated.
 
-    It moves by the sign of a row count, so a single row that rounding sends elsewhere changes it.
+    The update is the sign of a row count, so a single row that rounding routes differently changes it.
     """
     is_exact = cell.dtype == "float32" and cell.precision == "none"
     moves_bias = getattr(getattr(model, "moe", None), "bias_update_rate", 0.0) > 0
@@ -184,7 +184,7 @@ def _num_steps(cell: Cell, model: Any) -> int:
 
 
 def _seq_len(cell: Cell, model: Any) -> int:
-    """Forced balance assigns experts by token index on each rank; at this length that equals a single rank's order."""
+    """Sequence length; forced balance assigns experts by token index per rank, which here matches a single rank."""
     num_experts = model.parallel_facts().num_experts
     if num_experts and model.with_forced_balance() == model:
         return num_experts * cell.tp * (2 * cell.cp if cell.cp > 1 else 1)
@@ -194,7 +194,7 @@ def _seq_len(cell: Cell, model: Any) -> int:
 def reference_config(config: RunConfig[Any], micro_batches: int = 1) -> RunConfig[Any]:
     """The same training on one rank, with defaults for every option that must not change the results.
 
-    The balance loss of a batch is one of a micro-batch of all ranks: the reference has as many of them.
+    The batch balance loss is computed per micro-batch over all ranks, so the reference has as many micro-batches.
     """
     model, moe = config.model, getattr(config.model, "moe", None)
     if isinstance(moe, MoEConfig):

@@ -1,4 +1,4 @@
-"""What each rank runs for a cell: the trainer's own steps, compared with those of the reference.
+"""Run a cell on each rank: the trainer's own steps, compared with the reference steps.
 
 N sequences of L tokens over all steps.
 """
@@ -95,7 +95,7 @@ def errors_of_step(actual: Results, expected: Results) -> Errors:
 
 
 def _relative_error(actual: Tensor | None, expected: Tensor, least: float) -> float:
-    """Norm of the difference relative to that of `expected`; infinite if a result is missing or not finite."""
+    """Norm of the difference relative to the norm of `expected`; infinite if a result is missing or not finite."""
     if actual is None or not torch.isfinite(actual).all() or not torch.isfinite(expected).all():
         return math.inf
     difference = (actual.double() - expected.double()).norm()
@@ -107,7 +107,7 @@ def _as_tensors(numbers: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def _in_full(tensors: dict[str, Tensor | None], world: World) -> dict[str, Tensor]:
-    """A copy of each tensor, all-gathered if it is sharded, of all pipeline stages; a collective call."""
+    """A full copy of each tensor of all pipeline stages, all-gathered if sharded; a collective call."""
     whole = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
     own = {name: t.detach().clone() for name, t in whole.items() if t is not None}
     if world.meshes is None or world.meshes.pp is None:
@@ -116,7 +116,7 @@ def _in_full(tensors: dict[str, Tensor | None], world: World) -> dict[str, Tenso
     dist.all_gather_object(of_stages, own, group=world.meshes.pp.get_group())
     joined: dict[str, Tensor] = {}
     for name, tensor in ((name, tensor) for of_stage in of_stages for name, tensor in of_stage.items()):
-        # Copies of a parameter on two stages must be equal, bit for bit: what differs is no number.
+        # Copies of a parameter on two stages must be equal, bit for bit; if they differ, the result is NaN.
         are_equal = name not in joined or torch.equal(joined[name], tensor)
         joined[name] = tensor if are_equal else torch.full_like(tensor, math.nan)
     return joined

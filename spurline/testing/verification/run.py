@@ -16,10 +16,10 @@ from spurline.testing.verification.cells import Cell, reference_config, run_conf
 
 # Maximum relative error by kind of result. Float32 rounding from a different summation order is 100 times smaller.
 TOLERANCES = {"loss": 1e-5, "norm": 1e-5, "gradient": 1e-4, "weight": 1e-5, "rows": 0.0}
-# The same for cells in bfloat16, compared with the reference in float32. Rounding sends a few of the rows to another
-# expert, which is a tenth or two of that expert's gradient; one that is lost or counted twice is off by half or more.
+# The same for cells in bfloat16, compared with the reference in float32. Rounding sends a few rows to another expert,
+# which is a tenth or two of that expert's gradient; a gradient that is lost or counted twice is off by half or more.
 BFLOAT16_TOLERANCES = {"loss": 1e-3, "norm": 5e-3, "gradient": 0.4, "weight": 3e-2, "rows": 0.1}
-# The same for cells with products of 8 bits: 3 bits behind the leading one are 16 times the rounding of bfloat16.
+# The same for cells with 8-bit matmuls: 3 mantissa bits have 16 times the rounding error of bfloat16.
 LOW_PRECISION_TOLERANCES = {"loss": 1e-2, "norm": 5e-2, "gradient": 0.7, "weight": 0.1, "rows": 0.3}
 SECONDS_FOR_A_CELL = 120.0
 SECONDS_TO_COMPILE = 480.0
