@@ -31,6 +31,7 @@ _ITEMSIZES = (
 )
 _LONGEST_HEADER = 100_000_000
 _SHORTEST_READ = 4096  # bytes: a system call for less costs more than reading the bytes in between
+_LARGEST_DETOUR = 1 << 22  # bytes that are read at a time for the sake of a few of them
 _MAX_DIMS = 32
 
 
@@ -151,15 +152,21 @@ def read_bytes(target: Tensor, stored: Stored, start: int = 0) -> None:
 def read_byte_box(stored: Stored, start: int, row_bytes: int, rows: range, columns: range) -> Tensor:
     """Some rows, and some bytes of each, of a matrix of bytes that begins at byte `start` of a stored tensor.
 
-    Full rows are read if all of their bytes are wanted or only a few; otherwise each row's part is read separately.
+    If only a few bytes of each row are wanted, full rows are read, as many at a time as _LARGEST_DETOUR allows.
     """
     first = stored.offset + start + rows.start * row_bytes
+    box = torch.empty(len(rows), len(columns), dtype=torch.uint8)
     with open(stored.path, "rb", buffering=0) as file:
-        if len(columns) == row_bytes or len(columns) < _SHORTEST_READ:
-            whole = torch.empty(len(rows), row_bytes, dtype=torch.uint8)
-            _read_at(file, first, whole)
-            return whole[:, columns.start : columns.stop].contiguous()
-        box = torch.empty(len(rows), len(columns), dtype=torch.uint8)
+        if len(columns) == row_bytes:
+            _read_at(file, first, box)
+            return box
+        if len(columns) < _SHORTEST_READ:
+            full = torch.empty(max(1, _LARGEST_DETOUR // row_bytes), row_bytes, dtype=torch.uint8)
+            for number in range(0, len(rows), len(full)):
+                part = full[: len(rows) - number]
+                _read_at(file, first + number * row_bytes, part)
+                box[number : number + len(part)] = part[:, columns.start : columns.stop]
+            return box
         for number, part in enumerate(box):
             _read_at(file, first + number * row_bytes + columns.start, part)
         return box

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from spurline.hf import safetensors_file
 from spurline.hf.quantized import read_whole
 from spurline.hf.safetensors_file import Entry, read_header, read_into, write_file
 
@@ -54,6 +55,24 @@ def test_reads_a_run_of_elements_and_converts_it(tmp_path):
     target = torch.empty(2, 2, dtype=torch.bfloat16)
     read_into(target, header["b.matrix"], start=5)
     assert target.tolist() == [[5, 6], [7, 8]]
+
+
+def test_a_few_columns_of_a_wide_matrix_are_read_a_few_rows_at_a_time(tmp_path, monkeypatch):
+    """Or a rank that holds a narrow part of a large matrix would need the memory of all of it."""
+    matrix = torch.arange(300 * 70, dtype=torch.float32).view(300, 70)
+    save_file({"matrix": matrix}, tmp_path / "model.safetensors")
+    stored = read_header(tmp_path / "model.safetensors")["matrix"]
+    largest, read_at = [0], safetensors_file._read_at
+
+    def noting(file, position, target):
+        largest[0] = max(largest[0], target.numel())
+        read_at(file, position, target)
+
+    monkeypatch.setattr(safetensors_file, "_read_at", noting)
+    monkeypatch.setattr(safetensors_file, "_LARGEST_DETOUR", 1000)
+    box = stored.read_box(0, 70, range(10, 290), range(3, 8))
+    assert torch.equal(box, matrix[10:290, 3:8])
+    assert 0 < largest[0] <= 1000
 
 
 @pytest.mark.parametrize("length", [0, 5, 8, 60, -1])
