@@ -1,4 +1,4 @@
-"""What happened on any rank, known to all of them at the same step."""
+"""Let all ranks learn of an event on any of them at the same step."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import torch.distributed as dist
 
 
 class Agreement:
-    """Exchanges facts between hosts while steps are computed: nobody waits for a device, or for a slower rank's step.
+    """Exchanges facts between hosts while steps are computed: no rank waits for a device, or for a slower rank's step.
 
-    With several ranks, what one of them says at a step is known to all at the next: the exchange of a step is started
-    with it and waited for with the following one, when it has long arrived. A rank alone knows at once.
+    With several ranks, a fact reported at one step is known to all ranks at the next: each call starts an asynchronous
+    all-reduce and waits for that of the previous call, long complete by then. A single rank knows its facts at once.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        """`group` is one whose collectives run on the host, of all ranks; None for a rank alone."""
+        """`group` contains all ranks and runs its collectives on the host; None for a single rank."""
         self._group = group
         self._under_way: tuple[torch.Tensor, dist.Work] | None = None
 
     def exchange(self, *facts: int) -> list[int]:
-        """Say facts, as numbers (0: nothing); returns the largest of each over the ranks, as said at the last call.
+        """Report facts as numbers (0: nothing); returns the maximum of each over all ranks, as of the previous call.
 
         All ranks must call it equally often, with the same facts in the same order.
         """
@@ -33,7 +33,7 @@ class Agreement:
         return known
 
     def finish(self) -> list[int]:
-        """Wait for the exchange that is under way; returns what it tells, nothing if there was none."""
+        """Wait for the exchange in flight and return its result; an empty list if there is none."""
         if self._under_way is None:
             return []
         (said, work), self._under_way = self._under_way, None

@@ -1,4 +1,4 @@
-"""Answers of a model to held-out questions of chat data."""
+"""A model's answers to held-out questions from chat data."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _MAX_TOKENS = 128
 
 
 def write_answers(model: nn.Module, asked: Questions, num_tokens: int, max_context: int) -> Iterator[str]:
-    """Each question with the answer of the model and that of the data, as text."""
+    """Yield each question with the model's answer and the answer in the data, as text."""
     prompts = [question.prompt for question in asked.questions]
-    # No token ends an answer: all ranks must take the same number of steps, even if one of them rounds otherwise.
+    # No token ends an answer: all ranks must take the same number of steps, even if one of them rounds differently.
     written = generate(model, prompts, min(num_tokens, _MAX_TOKENS), sampling=GREEDY, max_context=max_context)
     for question, tokens in zip(asked.questions, written, strict=True):
         answer = asked.chat.answer(tokens)

@@ -1,9 +1,9 @@
-"""Steps that are not finite: what is known of one, where it is recorded, and whether the run goes on.
+"""Non-finite steps: what is known about one, where it is recorded, and whether the run continues.
 
 The device decides whether a step is finite, and the host learns of it later (metrics/tally.py), when gradients are long
-gone. So each rank keeps, on its device, the few numbers that tell where the first bad step went wrong: the loss of each
-micro-batch, the largest gradient that reached the embedding from it, and the gradient norm of each parameter, which
-clipping has computed anyway. They are read, and exchanged between ranks, only if there was such a step.
+gone. So each rank keeps, on its device, a few numbers that show where the first bad step went wrong: the loss of each
+micro-batch, the largest gradient that it sent back to the embedding, and the gradient norm of each parameter, which
+clipping computes anyway. They are read, and exchanged between ranks, only if there was such a step.
 
 M micro-batches, P parameters with a gradient.
 """
@@ -33,7 +33,7 @@ _RECORDED = 20
 
 
 class BadSteps:
-    """What one rank remembers of bad steps, and what all of them make of it."""
+    """Keeps this rank's evidence of bad steps; combined over ranks, it is recorded and reported."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -41,12 +41,12 @@ class BadSteps:
         """The run folder, if steps are to be recorded."""
         self.say: Callable[[str], None] = lambda line: None
         self.count = 0
-        """Bad steps so far, of those that have been read."""
+        """Bad steps that the host has read so far."""
         self._losses: list[Tensor] = []
         self._input_grads: list[Tensor] = []
         self._names: list[str] = []
         self._kept = torch.empty(0, device=trainer.device)
-        """Of the first bad step since the last reading: losses (M,), input gradients (M or 0,), gradient norms (P,)."""
+        """Of the first bad step since the last read: losses (M,), input gradients (M or 0,), gradient norms (P,)."""
         self._finite_P = torch.empty(0, device=trainer.device)
         """The gradient norms of the last step before it."""
         self._sizes: list[int] = []
@@ -55,7 +55,7 @@ class BadSteps:
             embedding.register_forward_hook(self._watch_input)
 
     def note_micro_batch(self, loss: Tensor) -> None:
-        """Note this rank's part of the loss of a micro-batch."""
+        """Keep this rank's share of the loss of a micro-batch."""
         self._losses.append(loss.detach())
 
     def _watch_input(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -69,8 +69,8 @@ class BadSteps:
 
     @torch.no_grad()
     def note(self, failed: Tensor, norms_P: Tensor) -> None:
-        """After all micro-batches of a step: keep what is known of it if `failed`, 0 or 1 on the device, is 1."""
-        if len(self._names) != norms_P.numel():  # while gradients are there; nearly always the same in every step
+        """After all micro-batches of a step: keep its evidence if `failed`, 0 or 1 on the device, is 1."""
+        if len(self._names) != norms_P.numel():  # while gradients exist; nearly always the same in every step
             parameters = self._trainer.model.named_parameters()
             self._names = [name for name, parameter in parameters if parameter.grad is not None]
         known = [_stacked(self._losses, norms_P), _stacked(self._input_grads, norms_P), norms_P]
@@ -85,9 +85,9 @@ class BadSteps:
         self._finite_P = torch.where(self._is_kept, self._finite_P, norms_P)
 
     def report(self, failed: list[FailedStep], num_failed: int, most_in_a_row: int) -> None:
-        """Record bad steps, and say so or raise a ValueError, as the options want; all ranks together.
+        """Record bad steps, and warn or raise a ValueError, as the options say; all ranks together.
 
-        `failed` are the first of `num_failed` since the last reading.
+        `failed` holds the first of `num_failed` bad steps since the last host read.
         """
         training = self._trainer.config.training
         self.count += num_failed
@@ -145,7 +145,7 @@ class BadSteps:
 
 
 def record_step(folder: Path, trainer: Trainer, step: int, found: dict[str, Any], say: Callable[[str], None]) -> None:
-    """Append a line to bad_steps.jsonl: what was found, and where the batch of the step is in the data."""
+    """Append a line to bad_steps.jsonl: what was found, and where the step's batch is in the data."""
     first = trainer.first_sequence(step)
     line = {
         "step": step,
@@ -164,7 +164,7 @@ def record_step(folder: Path, trainer: Trainer, step: int, found: dict[str, Any]
 
 @dataclass(frozen=True)
 class Place:
-    """A micro-batch of a rank whose loss, or the gradient that went through the whole model, is not finite."""
+    """A micro-batch of a rank whose loss, or whose gradient at the model's input, is not finite."""
 
     rank: int
     data_rank: int
@@ -180,16 +180,16 @@ class Place:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known of a bad step."""
+    """What is known about a bad step."""
 
     where: list[Place]
     parameters: list[str]
-    """Those whose gradient is not finite, in the order of the model."""
+    """Parameters whose gradient is not finite, in model order."""
     num_parameters: int
     norm_by_layer: dict[str, float]
-    """The largest finite gradient norm of a parameter of each layer, as ranks hold it."""
+    """The largest finite gradient norm of any parameter shard, by layer."""
     last_finite_by_layer: dict[str, float]
-    """The same of the last finite step before."""
+    """The same for the last finite step before it."""
 
     def describe(self) -> str:
         parts = [", ".join(place.describe() for place in self.where[:_SHOWN])] if self.where else []
@@ -219,7 +219,7 @@ class Evidence:
 
 
 def _together(by_rank: list[Evidence], names: list[str]) -> Evidence:
-    """What all ranks know; `names` are those of all parameters in the order of the model."""
+    """Merge the evidence of all ranks; `names` lists this rank's parameters in model order."""
     where = [replace(place, rank=rank) for rank, found in enumerate(by_rank) for place in found.where]
     not_finite = {name for found in by_rank for name in found.parameters}
     return Evidence(
@@ -247,5 +247,5 @@ def _stacked(numbers: list[Tensor], like: Tensor) -> Tensor:
 
 
 def _number(value: float) -> float | str:
-    """JSON has no infinity and no NaN."""
+    """The value, as text if it is not finite: JSON has no infinity and no NaN."""
     return value if math.isfinite(value) else str(value)

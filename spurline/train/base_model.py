@@ -1,4 +1,4 @@
-"""The base model of a run with adapters: its weights are in another run folder, and are known by a fingerprint."""
+"""The base model of a run with adapters: its weights are in another run folder, and identified by a fingerprint."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def base_problems(config: RunConfig[Any]) -> list[str]:
-    """Why the base model of this run can't be loaded, as far as files tell without reading weights."""
+    """Why the base model of this run can't be loaded, as far as can be told without reading weights."""
     lora = config.lora
     if not lora.rank or not lora.base:
         return []
@@ -56,7 +56,7 @@ def base_step(config: RunConfig[Any]) -> int:
 
 
 def load_base(model: nn.Module, config: RunConfig[Any]) -> dict[str, Any]:
-    """Load the weights that adapters are added to; returns what checkpoints are to say of them. All ranks together."""
+    """Load the base weights; returns the entry that identifies them in checkpoints. All ranks together."""
     from spurline.train.checkpoint.fingerprint import fingerprint
     from spurline.train.checkpoint.manager import CheckpointManager
     from spurline.train.checkpoint.state import base_tensors
@@ -69,7 +69,7 @@ def load_base(model: nn.Module, config: RunConfig[Any]) -> dict[str, Any]:
 
 
 def check_base(saved: dict[str, Any], loaded: dict[str, Any], where: str) -> None:
-    """Raise a ValueError if the adapters of a checkpoint, by its `extra`, were trained on other weights."""
+    """Raise a ValueError if a checkpoint's adapters, according to its `extra`, were trained on other weights."""
     then, now = saved.get("base"), loaded["base"]
     if not isinstance(then, dict) or then.get("fingerprint") != now["fingerprint"]:
         was = f"step {then.get('step')} of {then.get('folder')}" if isinstance(then, dict) else "an unknown base model"
@@ -80,7 +80,7 @@ def check_base(saved: dict[str, Any], loaded: dict[str, Any], where: str) -> Non
 
 
 def load_with_base(run: Path, config: RunConfig[Any], step: int, device: torch.device, sign_key: bytes | None) -> Any:
-    """The model of a run with adapters on one device, the adapters folded into its weights."""
+    """The model of a run with adapters, on one device, with the adapters folded into its weights."""
     import torch
 
     from spurline.lora.attach import attach_adapters, fold_adapters

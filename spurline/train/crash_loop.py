@@ -1,4 +1,4 @@
-"""A run that fails at the same step again and again: step back to an older checkpoint, and at last give up.
+"""Handle a run that fails at the same step again and again: step back to an older checkpoint, and finally give up.
 
 Every start of a run with checkpoints, its end, and the error of each rank that fails is a line of `failures.jsonl` in
 the run folder. A start that has neither end nor error was killed. Free of torch.
@@ -25,7 +25,7 @@ KILLED = "the process was killed"
 
 
 class StepBack(NamedTuple):
-    """How many of the newest checkpoints are not to be resumed from, and why."""
+    """How many of the newest checkpoints to skip when resuming, and why."""
 
     num_checkpoints: int = 0
     reason: str = ""
@@ -33,23 +33,23 @@ class StepBack(NamedTuple):
 
 @dataclass
 class _Start:
-    """One start of the run, as the file tells of it."""
+    """One start of the run, as recorded in the file."""
 
     run: str
     """Which run: a hash of its options and data."""
     resumed_from: int
     failures: list[tuple[int, str]] = field(default_factory=list)
-    """Step and error of each rank that failed, in the order of time."""
+    """Step and error of each rank that failed, in chronological order."""
     ended: bool = False
 
     def same_failure(self, other: _Start) -> tuple[int, str] | None:
-        """What failed in both; ranks that fail because of another one may say so in any order."""
+        """A failure that both starts share; ranks that fail because of another one may be recorded in any order."""
         theirs = {(step, _without_numbers(error)) for step, error in other.failures}
         return next((mine for mine in self.failures if (mine[0], _without_numbers(mine[1])) in theirs), None)
 
 
 class CrashLoop:
-    """The starts and failures of the run in a folder. The first rank reads and starts, any rank may fail."""
+    """The starts and failures of the run in a folder. The first rank reads and records starts, any rank its failure."""
 
     def __init__(self, folder: Path, run: Mapping[str, Any], max_same_failures: int) -> None:
         """`run` is the run's fingerprint; after `max_same_failures` (0: no limit) it is not started again."""
@@ -58,10 +58,10 @@ class CrashLoop:
         self._limit = max_same_failures
 
     def step_back(self) -> StepBack:
-        """What the failures so far advise; a ValueError if it is time to give up."""
+        """How far to step back, given the failures so far; a ValueError if it is time to give up."""
         starts = self._read()
         if starts and not starts[-1].ended and not starts[-1].failures:
-            # Lines up to the step that it resumed from are older.
+            # Lines up to the step that it resumed from are of earlier starts.
             step = max(last_step(self.path.parent / "metrics.jsonl"), starts[-1].resumed_from) + 1
             starts[-1].failures.append((step, KILLED))
             self._append({"step": step, "error": KILLED})
@@ -79,14 +79,14 @@ class CrashLoop:
         return StepBack(same - 1, f"step {step} has failed {same} times in a row with the same error ({error[:200]})")
 
     def start(self, resumed_from: int) -> None:
-        """The run begins, or goes on after this step: the first rank says so."""
+        """Record that the run starts, or resumes after this step; only on the first rank."""
         self._append({"run": self._run, "resumed_from": resumed_from})
 
     @contextmanager
     def recorded(self, rank: int, step: Callable[[], int]) -> Iterator[None]:
-        """Record how the block ends: with an error on any rank, in the step that `step` returns, or well on the first.
+        """Record how the block ends: an error on any rank, in the step that `step` returns, or success on the first.
 
-        An interrupt is the user's end of it. A full disk says nothing of the run.
+        An interrupt is recorded as a regular end. Disk errors are not recorded: they say nothing about the run.
         """
         try:
             yield
@@ -102,7 +102,7 @@ class CrashLoop:
             self._append({"ended": "well"})
 
     def _alike_at_the_end(self, starts: list[_Start]) -> tuple[int, tuple[int, str] | None]:
-        """How many of the last starts of this run failed alike, and how."""
+        """How many of the last starts of this run failed in the same way, and how."""
         count, failure = 0, None
         for start in reversed(starts):
             if start.run != self._run or start.ended:
@@ -114,7 +114,7 @@ class CrashLoop:
         return count, failure
 
     def _read(self) -> list[_Start]:
-        """What the file tells; lines that make no sense are left out."""
+        """The starts in the file; invalid lines are ignored."""
         starts: list[_Start] = []
         try:
             with open_regular(self.path) as file:
@@ -128,7 +128,7 @@ class CrashLoop:
         try:
             with open(self.path, "ab", buffering=0) as file:
                 append(file, (json.dumps(content) + "\n").encode())
-        except OSError:  # a later start knows less: no reason to end the run
+        except OSError:  # a later start will know less, which is no reason to end the run
             return
 
 
@@ -146,5 +146,5 @@ def _take(line: bytes, starts: list[_Start]) -> None:
 
 
 def _without_numbers(error: str) -> str:
-    """Ports, addresses and seconds differ from one time to the next."""
+    """Mask the numbers in an error: ports, addresses and seconds differ between attempts."""
     return re.sub(r"0x[0-9a-f]+|[0-9]+(\.[0-9]+)?", "#", error)

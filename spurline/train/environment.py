@@ -32,7 +32,7 @@ def environment(world: World) -> dict[str, str | int]:
 
 
 def git_commit(folder: Path) -> str:
-    """The commit that is checked out, with -dirty behind it if files have changed since; empty if there is none."""
+    """The commit that is checked out, with -dirty appended if files have changed since; empty if there is none."""
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=5)

@@ -1,4 +1,4 @@
-"""With which exit code a run ends, and the errors that have one of their own. Torch-free.
+"""The exit codes of a run, and the errors that have one of their own. Torch-free.
 
 The table in docs/reliability.md lists the codes.
 """
@@ -14,7 +14,7 @@ class ExitCode(IntEnum):
     FINISHED = 0
     """All steps were taken."""
     FAILED = 1
-    """An error that is not one of these: a bug, with its traceback."""
+    """Any other error: a bug, with its traceback."""
     USAGE = 2
     """Options, data or files that can't be used, or a disk that is full; one line says which."""
     DIVERGED = 3
@@ -32,7 +32,7 @@ class ExitCode(IntEnum):
 
 
 class RunError(ValueError):
-    """An error of a run that is one line to the user."""
+    """An error of a run that is shown to the user as one line."""
 
     exit_code = ExitCode.USAGE
 
@@ -54,12 +54,12 @@ class LostRankError(RunError):
 
 
 def exit_code_of(error: BaseException) -> ExitCode:
-    """The code of an error that ends a run."""
+    """The exit code for an error that ends a run."""
     if isinstance(error, RunError):
         return error.exit_code
     return ExitCode.USAGE if isinstance(error, (ValueError, OSError)) else ExitCode.FAILED
 
 
 def exit_code_of_signal(number: int, saved: bool) -> int:
-    """The code of a run that a signal has stopped; `saved` says whether it left a checkpoint."""
+    """The exit code of a run that a signal has stopped; `saved`: whether it left a checkpoint."""
     return ExitCode.STOPPED if saved else 128 + number

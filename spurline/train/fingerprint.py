@@ -1,7 +1,7 @@
-"""What makes a run the run it is: the options and the data that change its numbers. Free of torch.
+"""The fingerprint of a run: the options and the data that affect its numbers. Free of torch.
 
-A checkpoint stores it, and a run that resumes is compared with it. An option that neither of the two lists below has is
-compared, so a new one is on the safe side.
+A checkpoint stores it, and a run that resumes is compared with it. An option that is in neither of the two lists below
+is compared, so new options are safe by default.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ FREE = (
     *("lora.base", "lora.base_step"),
     # Where the data is: its content is compared.
     *("data.path", "data.pattern", "data.text_field"),
-    # How experts are computed and reached; loading the model reports these.
+    # How experts are computed and tokens dispatched; loading the model reports these.
     *("model.moe.experts_backend", "model.moe.dispatcher", "model.moe.check_exchange", "model.moe.equal_split*"),
 )
-"""Options that may change without a word."""
+"""Options that may change without being reported."""
 REPORTED = ("training.steps", "training.global_batch_size")
-"""Options that may change, and are then reported: they bend the learning rate's course, or the noise of a step."""
+"""Options that may change, and are then reported: they alter the learning-rate schedule, or the noise of a step."""
 
 
 def fingerprint(config: RunConfig[Any], global_batch_size: int, data: DataSets) -> dict[str, Any]:
-    """Options and data that change the run, by dotted name, as JSON returns them."""
+    """Options and data that affect the run's numbers, by dotted name, as JSON returns them."""
     content = {
         **_flat(dataclasses.asdict(config)),
-        "training.global_batch_size": global_batch_size,  # by default it follows from the ranks
+        "training.global_batch_size": global_batch_size,  # by default it depends on the number of ranks
         "data.tokenizer": data.tokenizer.fingerprint,
         "data.num_documents": data.num_documents,
         "data.num_tokens": data.num_tokens,
@@ -55,10 +55,10 @@ def fingerprint(config: RunConfig[Any], global_batch_size: int, data: DataSets) 
 def check_fingerprint(
     stored: object, current: Mapping[str, Any], step: int, allow_changes: bool, say: Callable[[str], None]
 ) -> None:
-    """Compare what the checkpoint of `step` stores with the present run: a ValueError lists what differs.
+    """Compare the fingerprint in the checkpoint of `step` with the current run: a ValueError lists what differs.
 
-    What may differ is said. Checkpoints of earlier versions store nothing and are taken as they are, and options that
-    only one of the two versions knows are not compared.
+    Allowed differences are reported. Checkpoints of earlier versions have no fingerprint and are accepted as they are,
+    and options that only one of the two versions knows are not compared.
     """
     if not isinstance(stored, dict):
         return

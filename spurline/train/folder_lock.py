@@ -1,4 +1,4 @@
-"""One owner a run folder: `run.lock` says which process it is, and its modification time that it is alive. Torch-free.
+"""One owner per run folder: `run.lock` identifies the process, its modification time shows it is alive. Torch-free.
 
 A second job on the folder would mix its lines into the metrics and remove the other's checkpoints. A lock whose owner
 is dead is taken over: on the same machine if the process has ended, on another one if the lock has not been touched for
@@ -23,7 +23,7 @@ from spurline.untrusted import open_regular
 
 BEAT_SECONDS = 20.0
 STALE_SECONDS = 180.0
-"""Nine beats: file systems of clusters show a new modification time up to a minute late."""
+"""Nine beats: cluster file systems may show a new modification time up to a minute late."""
 
 
 class FolderLock:
@@ -59,7 +59,7 @@ class FolderLock:
             return ""
 
     def beat(self) -> None:
-        """Show that the owner is alive; cheap enough to be called often. A disk that fails is not the run's end."""
+        """Show that the owner is alive; cheap enough to be called often. Disk errors do not end the run."""
         if self._is_owned and time.monotonic() >= self._next_beat:
             self._next_beat = time.monotonic() + BEAT_SECONDS
             with contextlib.suppress(OSError):
@@ -92,7 +92,7 @@ class FolderLock:
         )
 
     def _seconds_silent(self) -> float:
-        """Since the last beat, by the clock of the file system, which may differ from that of this machine."""
+        """Seconds since the last beat, by the file system's clock, which may differ from this machine's."""
         probe = self.path.with_name(f".{self.path.name}.{os.getpid()}.probe")
         try:
             probe.touch()
@@ -102,7 +102,7 @@ class FolderLock:
 
 
 def is_owned(folder: str | os.PathLike[str]) -> bool:
-    """Whether a run is going on in a folder, as far as a reader can tell; writes nothing."""
+    """Whether a run is active in a folder, as far as a reader can tell; writes nothing."""
     path = Path(folder) / "run.lock"
     try:
         with open_regular(path) as file:
@@ -129,7 +129,7 @@ def _now() -> str:
 
 @contextmanager
 def _alone(file: IO[str]) -> Iterator[None]:
-    """While inside, no other process looks at the lock; the file system may not know how, and then it is not so."""
+    """Hold an exclusive lock on the file while inside, if the platform and the file system support it."""
     try:
         import fcntl
     except ImportError:  # Windows
@@ -137,7 +137,7 @@ def _alone(file: IO[str]) -> Iterator[None]:
         return
     with contextlib.suppress(OSError):
         fcntl.flock(file, fcntl.LOCK_EX)
-    yield  # closing the file ends it
+    yield  # closing the file releases it
 
 
 def _is_at(file: IO[str], path: Path) -> bool:

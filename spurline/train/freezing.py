@@ -9,7 +9,7 @@ from spurline.parameter_rules import matches, names_near
 
 
 def freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
-    """Have the parameters that a pattern matches need no gradient, save those that a pattern behind `!` matches.
+    """Freeze the parameters that a pattern matches, except those that a pattern prefixed with `!` matches.
 
     Call it before the model is sharded. A ConfigError lists the patterns that match nothing.
     """
@@ -33,5 +33,5 @@ def freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
 
 
 def num_trained(model: nn.Module) -> int:
-    """Elements of the parameters that are trained, of the whole model on all ranks."""
+    """The number of trainable parameters, unsharded; with pipeline stages, only of those on this rank."""
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)

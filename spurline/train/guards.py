@@ -1,4 +1,4 @@
-"""What protects a run while it lasts: the owner of its folder, the watchdog, logs, and the first error of any rank."""
+"""What protects a run while it lasts: the folder lock, the watchdog, logs, and reports of the first error."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from spurline.train.watchdog import Watchdog
 class Guard:
     """Watches a run, as a context manager; from `own_folder` on it also owns the folder of the run.
 
-    An error that is raised inside is logged and told to the other ranks. One that another rank has caused becomes a
-    LostRankError that names that rank, with what it said.
+    An error that is raised inside is logged and reported to the other ranks. One that another rank has caused becomes a
+    LostRankError that names that rank, with its error.
     """
 
     def __init__(self, world: World, folder: Path, watchdog_seconds: float, progress: Progress) -> None:
@@ -38,9 +38,9 @@ class Guard:
         self._contexts = ExitStack()
 
     def own_folder(self, trainer: Trainer, prepare: Callable[[], None] = lambda: None) -> None:
-        """Become the owner of the folder, which exists; a FolderInUseError on all ranks if another job is.
+        """Take ownership of the existing folder; a FolderInUseError on all ranks if another job owns it.
 
-        Then the first rank prepares it, before anything is written to it.
+        Then the first rank calls `prepare`, before anything is written to the folder.
         """
 
         def take() -> str:
@@ -87,7 +87,7 @@ class Guard:
 
 
 def _tell(error: BaseException, channel: SideChannel, step: int) -> BaseException:
-    """Tell the other ranks of an error, or find out which of them has caused it; returns what is to be raised."""
+    """Report an error to the other ranks, or find out which of them caused it; returns the error to raise."""
     of_others = is_communication_error(error)
     try:
         if of_others and (cause := channel.explain(step)) is not None:
@@ -101,7 +101,7 @@ def _tell(error: BaseException, channel: SideChannel, step: int) -> BaseExceptio
 
 @contextmanager
 def _sigterm_held() -> Iterator[None]:
-    """While inside, SIGTERM waits: torchrun sends it to all ranks as soon as one fails, and they have to say why."""
+    """While inside, ignore SIGTERM: torchrun sends it to all ranks as soon as one fails, but they have to say why."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

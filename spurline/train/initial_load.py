@@ -1,4 +1,4 @@
-"""Where a run takes its first weights from: a Hugging Face folder, a run, or one checkpoint. Free of torch."""
+"""Where a run's initial weights come from: a Hugging Face folder, a run, or one checkpoint. Free of torch."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class WeightSource:
     path: Path
     kind: Literal["hugging_face", "checkpoint"]
     run_folder: Path | None = None
-    """Of a checkpoint."""
+    """For a checkpoint: the run that it is of."""
     step: int | None = None
-    """Of the checkpoint."""
+    """For a checkpoint: its step."""
 
     @property
     def name(self) -> str:
@@ -34,7 +34,7 @@ class WeightSource:
 
 
 def find_source(path: str) -> WeightSource:
-    """What the folder is; a ValueError of one line if no weights can be taken from it."""
+    """Identify the folder; a one-line ValueError if no weights can be loaded from it."""
     folder = find_run(path)
     if not folder.is_dir():
         raise ValueError(f"{OPTION} {path}: there is no such folder")
@@ -57,7 +57,7 @@ def _steps(run_folder: Path) -> list[int]:
 
 
 def has_own_checkpoint(config: RunConfig[Any]) -> bool:
-    """Whether the run is going to resume, so that other weights are of no use."""
+    """Whether the run is going to resume, so that initial weights are not needed."""
     folder, elsewhere = config.job.dump_folder, config.checkpoint.folder
     if not config.checkpoint.enable or not (folder or elsewhere):
         return False
@@ -65,7 +65,7 @@ def has_own_checkpoint(config: RunConfig[Any]) -> bool:
 
 
 def initial_load_problems(config: RunConfig[Any]) -> list[str]:
-    """Why the run can't start from the weights of its option, as far as it is known without reading them."""
+    """Why the run can't start from the given initial weights, as far as can be told without reading them."""
     path = config.checkpoint.initial_load_path
     if not path or has_own_checkpoint(config):
         return []

@@ -1,4 +1,4 @@
-"""Load the first weights of a run: those of a Hugging Face folder or of a checkpoint, without optimizer and step."""
+"""Load a run's initial weights from a Hugging Face folder or a checkpoint, without optimizer state and step."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from spurline.train.trainer import Trainer
 
 _FROM_SCRATCH = 1e-4
-"""Learning rates from here on are those of models that begin with random weights."""
+"""Learning rates from here on are meant for models that start from random weights."""
 
 
 def load_initial_weights(trainer: Trainer) -> list[str]:
     """Fill the model from checkpoint.initial_load_path; returns lines about it. An error on one rank is raised on all.
 
-    Each rank reads what it holds, and nothing has been drawn before.
+    Each rank reads only its own shards; parameters need not be initialized before.
     """
     config, ranks = trainer.config, Ranks()
     (source, *_) = ranks.gather(lambda: find_source(config.checkpoint.initial_load_path))

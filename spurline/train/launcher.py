@@ -1,4 +1,4 @@
-"""What ties a rank to the launcher that started it (torchrun): its life, its error file, its end. Torch-free."""
+"""What ties a rank to the launcher that started it (torchrun): lifetime, error file, exit. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import time
 from typing import NoReturn
 
 ATTEMPT_VARIABLE = "SPURLINE_ATTEMPT"
-"""Which attempt of a job the ranks are, as all nodes count; set by `spurline launch`."""
+"""The number of the job's current attempt, the same on all nodes; set by `spurline launch`."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -28,13 +28,13 @@ def restart_count() -> int:
 
 
 def adopt_attempt() -> None:
-    """Count attempts as the whole job does: torchrun's own count begins anew on a node that was replaced."""
+    """Use the attempt count of the job: torchrun's own count starts over on a replaced node."""
     if ATTEMPT_VARIABLE in os.environ:
         os.environ["TORCHELASTIC_RESTART_COUNT"] = os.environ[ATTEMPT_VARIABLE]
 
 
 def die_with_launcher() -> None:
-    """Let the kernel kill this rank when torchrun is gone, even by SIGKILL: nobody would collect, restart or stop it.
+    """Let the kernel kill this rank when torchrun dies, even by SIGKILL: nothing else would reap, restart or stop it.
 
     Linux only. The signal follows the end of the parent *thread*; torchrun starts its ranks in its main thread.
     """
@@ -48,7 +48,7 @@ def die_with_launcher() -> None:
 
 
 def record_error(line: str, trace: str = "") -> None:
-    """Tell torchrun why this rank ends: it shows that of the first rank to fail. Later calls change nothing."""
+    """Tell torchrun why this rank ends; it shows the error of the first rank to fail. Later calls change nothing."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
@@ -60,10 +60,10 @@ def record_error(line: str, trace: str = "") -> None:
 def end_process(code: int) -> NoReturn:
     """End this rank with its exit code, as the last thing it does, without tearing down the interpreter.
 
-    Threads of a process group outlive it where a layer, a mesh or a cache still refers to the group. One that lets go
-    of a tensor while CPython finalizes asks for the interpreter's lock, is made to exit by it in the middle of a C++
-    destructor, and the process aborts: 'terminate called without an active exception'. Nothing is left to tear down
-    here: files are closed, groups destroyed, and what is registered to run at exit is run.
+    Threads of a process group outlive it if a layer, a mesh or a cache still refers to the group. One that releases a
+    tensor while CPython finalizes asks for the GIL, is made to exit in the middle of a C++ destructor, and the process
+    aborts: 'terminate called without an active exception'. Nothing is left to tear down here: files are closed, groups
+    destroyed, and on success the atexit handlers are run.
     """
     if code == 0:
         atexit._run_exitfuncs()

@@ -1,22 +1,22 @@
-"""The load of experts as sparklines for a wide terminal: one a layer, a letter an expert. Free of torch."""
+"""Expert load as sparklines for a wide terminal: one per layer, one character per expert. Free of torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 MIN_WIDTH = 100
-"""Columns of a terminal that is wide enough."""
+"""Minimum number of columns of a wide terminal."""
 MAX_LINES = 8
 _BARS, _ASCII_BARS = "▁▂▃▄▅▆▇█", ".:-=+*#@"
 _IDLE = " "
 
 
 def load_lines(loads: Mapping[str, Sequence[float]], width: int, ascii_only: bool = False) -> list[str]:
-    """Lines of at most `width` columns about the rows of each expert, by layer; none where the terminal is narrow.
+    """Lines of at most `width` columns that show the rows of each expert, by layer; none if the terminal is narrow.
 
-    A bar of half the height is the mean of the layer, a whole one twice the mean or more; an expert without a row has
-    none. The number behind it is the busiest expert over the mean. Of more experts than fit, neighbors share a letter,
-    which shows the busiest of them. Of more layers than fit, those with the busiest experts are shown.
+    A half-height bar is the mean of the layer, a full one twice the mean or more; an expert without rows has no bar.
+    The number at the end is the busiest expert over the mean. If there are too many experts, neighbors share a
+    character, which shows the busiest of them. If there are too many layers, those with the busiest experts are shown.
     """
     layers = {name: list(rows) for name, rows in loads.items() if sum(rows) > 0}
     if width < MIN_WIDTH or not layers:
@@ -41,7 +41,7 @@ def load_lines(loads: Mapping[str, Sequence[float]], width: int, ascii_only: boo
 
 
 def sparkline(rows: Sequence[float], width: int, bars: str = _BARS) -> str:
-    """A letter an expert, or for a few neighbors, relative to the mean of all."""
+    """One character per expert, or per few neighbors, relative to the mean of all."""
     mean = sum(rows) / len(rows)
     per_letter = -(-len(rows) // width)
     busiest = [max(rows[start : start + per_letter]) for start in range(0, len(rows), per_letter)]
@@ -58,6 +58,6 @@ def _busiest(rows: Sequence[float]) -> float:
 
 
 def _short(name: str) -> str:
-    """layers.3.moe is layer 3."""
+    """layers.3.moe becomes layer 3."""
     parts = name.split(".")
     return f"layer {parts[1]}" if len(parts) == 3 and parts[0] == "layers" else name

@@ -31,10 +31,10 @@ def last_step(config: RunConfig[Any]) -> int:
 
 
 class TrainingLoop:
-    """Takes the steps of a run that are left. All ranks do everything in the same order.
+    """Takes the remaining steps of a run. All ranks do everything in the same order.
 
-    A step is saved after its metrics were written: a run that is killed in between takes and writes the step again, so
-    that no line is missing.
+    A step is saved after its metrics were written: a run that is killed in between repeats the step and writes it
+    again, so that no line is missing.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class TrainingLoop:
         mark: Callable[[int, str], None] = lambda step, phase: None,
         write_sample: Callable[[int], None] = lambda step: None,
     ) -> None:
-        """`mark` is told which phase of which step begins; `write_sample` is called when a sample is due."""
+        """`mark` is called when a phase of a step begins, `write_sample` when a sample is due."""
         self.trainer, self.logger, self.checkpoints = trainer, logger, checkpoints
         self.stop_signal, self.position, self.mark = stop_signal, position, mark
         self.write_sample = write_sample
@@ -58,7 +58,7 @@ class TrainingLoop:
         self.replicas = ReplicaCheck(trainer.model, trainer.world, config.debug.check_replicas_interval)
         self.spikes = spikes
         self.spike_began = 0
-        """The step at which a loss spike began whose steps are to be taken back; the run stops for that."""
+        """The first step of a loss spike to roll back, which ends the loop; 0: none; negative: after too many."""
         self.agreement = Agreement(trainer.world.host_group)
         self.stopped_by = 0  # the signal that any rank has received
         self.clock = SaveClock(config.checkpoint.interval_minutes if trainer.world.is_first else 0)
@@ -69,7 +69,7 @@ class TrainingLoop:
         return self.position.step >= self.last_step
 
     def run(self) -> None:
-        """Take the steps until the last one, a signal, or a loss spike whose steps are to be taken back."""
+        """Take steps until the last one, a signal, or a loss spike that is to be rolled back."""
         steps = range(self.position.step + 1, self.last_step + 1)
         with self.trainer.prefetching(steps):
             for step in steps:
@@ -110,7 +110,7 @@ class TrainingLoop:
         return metrics
 
     def is_validation_due(self, step: int) -> bool:
-        """At the last step, at each validation_interval and, to know which is best, with each checkpoint."""
+        """At the last step, every validation_interval and, with keep_best, at each checkpoint."""
         interval = self.config.metrics.validation_interval
         for_checkpoint = self.config.checkpoint.keep_best and self.is_save_due(step)
         due = step == self.last_step or bool(interval and step % interval == 0) or for_checkpoint
@@ -122,7 +122,7 @@ class TrainingLoop:
             return validate(self.trainer)
 
     def is_sample_due(self, step: int) -> bool:
-        """At each sample_interval; that of the last step comes when the run is finished."""
+        """Every sample_interval except at the last step, whose sample is written when the run is finished."""
         metrics = self.config.metrics
         interval = metrics.sample_interval if metrics.sample_tokens else 0
         return bool(interval and step % interval == 0 and step < self.last_step)
@@ -143,7 +143,7 @@ class TrainingLoop:
         return self.config.checkpoint.enable and self.checkpoints.is_due(step, self.last_step)
 
     def save(self, step: int, loss: float | None) -> None:
-        """Write a checkpoint; a ValueError instead if a step since the last reading was not finite."""
+        """Write a checkpoint; a ValueError instead if a non-finite step since the last host read stops the run."""
         self.mark(step, "checkpoint")
         with self.logger.throughput.paused():
             self.trainer.tally.read()
@@ -156,10 +156,10 @@ class TrainingLoop:
         self.clock.restart()
 
     def should_stop(self, spike_began: int = 0) -> bool:
-        """Whether a signal has reached any rank; raises what a checkpoint in the background failed with.
+        """Whether a signal has reached any rank; raises the error of a checkpoint that failed in the background.
 
-        Several ranks learn of it with the step after the one in which it came; so they do of a loss spike, which the
-        first rank has found, and of its clock.
+        With several ranks, they all learn of a signal one step later; likewise of a loss spike, which the first rank
+        detects, and of its save clock.
         """
         self.stopped_by, failed, began, began_again, is_time = self.agreement.exchange(
             *(self.stop_signal.received, self.checkpoints.failed, max(0, spike_began), max(0, -spike_began)),
@@ -169,6 +169,6 @@ class TrainingLoop:
         self.spike_began = began - began_again
         if failed:
             self.checkpoints.wait()
-        if self.stopped_by:  # a spike is for the next start
+        if self.stopped_by:  # leave a spike to the next start
             self.spike_began = 0
         return self.stopped_by != 0

@@ -18,7 +18,7 @@ def cross_entropy_sum(logits_BLV: Tensor, labels_BL: Tensor) -> Tensor:
 
 
 def make_loss_sum(tp: TensorParallel) -> Callable[[Tensor, Tensor], Tensor]:
-    """The loss for a model whose logits are split by vocabulary over the ranks of tp, if there are any."""
+    """The loss for a model whose logits are sharded by vocabulary over the ranks of tp, if there are any."""
     if tp.group is None:
         return cross_entropy_sum
     return partial(tp.cross_entropy_sum, ignore_index=IGNORE_INDEX)

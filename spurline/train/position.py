@@ -1,4 +1,4 @@
-"""How far a run has come: what a checkpoint stores of that, and what a run that resumes makes of it. Free of torch."""
+"""How far a run has come: what a checkpoint stores of it, and how a run that resumes restores it. Free of torch."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ class Position:
     """How far a run has come."""
 
     step: int = 0
-    """The steps that were taken."""
+    """The number of steps taken."""
     tokens_seen: int = 0
-    """Those of the steps that have been read from the device."""
+    """Tokens of the steps that the host has read from the device."""
     sequences_seen: int = 0
-    """The position in the data: the next step begins with this sequence, whatever the number of ranks is then."""
+    """The position in the data: the next step begins with this sequence, on any number of ranks."""
 
     def stored(self) -> dict[str, int]:
-        """What a checkpoint keeps of it, besides the step."""
+        """What a checkpoint stores of it, besides the step."""
         return {"tokens_seen": self.tokens_seen, "sequences_seen": self.sequences_seen}
 
 
 def stored_position(
     step: int, extra: Mapping[str, Any], global_batch_size: int, tokens_per_sequence: int | None
 ) -> Position:
-    """The position in the checkpoint of `step`, whose plain data is `extra`; a ValueError if it can't be known.
+    """The position in the checkpoint of `step`, whose plain data is `extra`; a ValueError if it is unknown.
 
-    Checkpoints of earlier versions have no sequences_seen: it is that of steps of `global_batch_size` sequences, if the
-    tokens agree. `tokens_per_sequence` is None where that varies.
+    Checkpoints of earlier versions have no sequences_seen: steps of `global_batch_size` sequences are assumed, if the
+    token count agrees. `tokens_per_sequence` is None if it varies.
     """
     tokens_seen = _count(extra, "tokens_seen")
     if tokens_seen is None:

@@ -1,4 +1,4 @@
-"""Which process on which machine, so that another one can tell whether it is still there. Torch-free."""
+"""Identify a process on a machine, so that another one can tell whether it is still alive. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pathlib import Path
 @dataclass(frozen=True)
 class Process:
     host: str
-    """Name of the machine, with what tells a restarted machine or a container of the same name apart."""
+    """Host name, boot id and PID namespace: a restarted machine or a container may have the same name."""
     pid: int
     started: str
-    """When the process began, in the kernel's ticks: a process id is given again. Empty where it is unknown."""
+    """Start time of the process in kernel ticks, because process ids are reused. Empty if unknown."""
 
     @staticmethod
     def own() -> Process:
@@ -30,14 +30,14 @@ class Process:
         return self.host.split("/")[0]
 
     def state(self) -> str:
-        """The kernel's letter of a local process: R, S, D, T (stopped) ...; empty if it has ended."""
+        """The kernel's state letter of a local process: R, S, D, T (stopped) ...; empty if it has ended."""
         state, started = _stat(self.pid)
         if not state or state in "ZX" or (self.started and started != self.started):
             return ""
         return state
 
     def kill(self) -> None:
-        """End it at once, if it is on this machine and still the same process."""
+        """Kill it at once, if it is on this machine and still the same process."""
         if self.is_local and self.started and self.state():
             try:
                 os.kill(self.pid, signal.SIGKILL)
@@ -56,7 +56,7 @@ def _host() -> str:
 
 
 def _stat(pid: int) -> tuple[str, str]:
-    """State and start of a process; ("", "") if there is none."""
+    """State and start time of a process; ("", "") if there is none."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return fields[0], fields[19]

@@ -96,7 +96,7 @@ def make_profiler(trainer: Trainer) -> StepProfiler | None:
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that the table lists: parts of each block, parts of each MoE layer, and modules beside blocks."""
+    """The modules that the table lists: parts of each block, parts of each MoE layer, and modules outside blocks."""
     name_of = {module: name for name, module in model.named_modules()}
     blocks = set(blocks_of(model))
     for module, name in name_of.items():
@@ -117,13 +117,13 @@ def _mark(name: str, module: nn.Module) -> list[Any]:
     def leave(*_: Any) -> None:
         active.pop().__exit__(None, None, None)
 
-    # always_call: recomputation leaves a forward by an exception as soon as it has what it needs.
+    # always_call: recomputation leaves a forward with an exception as soon as it has what it needs.
     return [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
 
 
 def costs(events: Iterable[Any]) -> list[Cost]:
     """The cost of each operation of each layer, most expensive first; backwards count for their forward's layer."""
-    layer_of: dict[int, str] = {}  # by sequence number, which a backward has in common with its forward
+    layer_of: dict[int, str] = {}  # by sequence number, which a backward shares with its forward
     sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0])
     for event in events:  # in the order in which they began
         layer = _layer_of(event, layer_of)
@@ -166,7 +166,7 @@ def table(found: list[Cost]) -> str:
 
 
 def _lines(rows: list[Cost], count: str, layers: list[Cost]) -> Iterator[str]:
-    """Shares are of all layers; the device column appears if the device did anything."""
+    """Lines of the table; shares are of all layers, and the device column appears if the device did anything."""
     width = max([len(layer.layer) for layer in layers] + [len("layer")])
     with_device = any(layer.device_milliseconds for layer in layers)
     total = sum(layer.milliseconds for layer in layers) or 1.0

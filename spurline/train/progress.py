@@ -1,4 +1,4 @@
-"""Progress of a run: a live line on a terminal, with the load of experts if it is wide; a few plain lines elsewhere.
+"""Progress of a run: a live line on a terminal, with expert load if it is wide; a few plain lines elsewhere.
 
 Free of torch.
 """

@@ -1,4 +1,4 @@
-"""What a rank has to say, in `<run folder>/logs/rank_2.log`: its console may be shown nowhere. Torch-free."""
+"""The log file of a rank, `<run folder>/logs/rank_2.log`: its console may not be shown anywhere. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from spurline.train.launcher import restart_count
 
 
 class RankLog:
-    """Lines with their time, appended and flushed one by one; a disk that fails loses lines, not the run."""
+    """Timestamped lines, appended and flushed one by one; a disk error loses lines, not the run."""
 
     def __init__(self, run_folder: str | os.PathLike[str], rank: int) -> None:
         self.folder = Path(run_folder) / "logs"
@@ -40,7 +40,7 @@ class RankLog:
 
     @contextmanager
     def hearing_errors(self) -> Iterator[None]:
-        """While inside, what Python writes to stderr is logged too, and the stacks of a fatal signal are."""
+        """While inside, also log what Python writes to stderr, and the stacks on a fatal signal."""
         if self._file is None:
             yield
             return
@@ -57,7 +57,7 @@ class RankLog:
 
 
 class _Both:
-    """A stream that also writes to a log; everything else is the stream's."""
+    """A stream that also writes to a log; everything else is delegated to the stream."""
 
     def __init__(self, stream: Any, log: RankLog) -> None:
         self._stream, self._log = stream, log
@@ -79,7 +79,7 @@ def note_first_error(folder: Path, line: str) -> None:
 
 
 def error_of_last_attempt(folder: Path) -> str:
-    """Why torchrun has restarted the ranks, if one of them could tell; empty in a first attempt."""
+    """Why torchrun has restarted the ranks, if one of them reported it; empty on the first attempt."""
     mark = f" attempt {restart_count() - 1}: "
     with contextlib.suppress(OSError):
         lines = (folder / "errors.log").read_text(encoding="utf-8", errors="replace").splitlines()

@@ -1,4 +1,4 @@
-"""What all ranks of a run must have in common: options, code, versions. Compared when they meet."""
+"""What all ranks of a run must have in common: options, code, versions. Compared at rendezvous."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def flattened(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def code_hash(package: str) -> str:
-    """Of all Python files of a package; of a single file for a module without a folder."""
+    """A hash of all Python files of a package, or of the file of a module without a folder."""
     file = getattr(sys.modules.get(package), "__file__", None)
     if file is None:
         return "unknown"

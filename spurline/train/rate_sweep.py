@@ -1,7 +1,7 @@
 """Try learning rates: short runs from the same weights on the same batches, one for each rate.
 
-A ramp of one run confounds the rate with the progress that was made so far and with the luck of single batches. Runs
-that differ in their rate alone see the same batches, so that the noise of batches cancels in their differences.
+A ramp within one run confounds the rate with the progress made so far and with the noise of single batches. Runs that
+differ only in their rate see the same batches, so that batch noise cancels in their differences.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from spurline.train.optimizer.build import build_optimizer
 from spurline.train.trainer import Trainer, make_trainer
 
 HOPELESS = 1.5
-"""A run ends where its loss is this many times that of the first step."""
+"""A run ends when its loss exceeds this many times the loss of its first step."""
 STANDARD_ERRORS = 2.0
-"""Two rates are as good as each other if their losses differ by no more than this many standard errors."""
+"""Two rates are equally good if their losses differ by no more than this many standard errors."""
 
 MOST_NOISE = 0.02
-"""... and by no more than this share of what the best one gained."""
+"""... and by no more than this share of the best rate's progress."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What one rate did: the loss before each of its steps; shorter than others if it diverged."""
+    """The result of one rate: the loss before each step; fewer losses than steps if it diverged."""
 
     lr: float
     losses: list[float]
@@ -44,7 +44,7 @@ class Trial:
         return len(self.losses) < self.num_steps
 
     def end(self) -> list[float]:
-        """The losses of the last quarter of the steps, which is what rates are compared by."""
+        """The losses of the last quarter of the steps, by which rates are compared."""
         return [] if self.diverged else self.losses[-max(1, self.num_steps // 4) :]
 
     @property
@@ -59,7 +59,7 @@ class Suggestion:
     best: float
     """The rate with the lowest loss."""
     at_edge: str = ""
-    """Which end of the tried range the best rate is: then the range should be extended."""
+    """Which end of the tried range the best rate is at, if any: then the range should be extended."""
 
 
 def rates_between(low: float, high: float, per_decade: int) -> list[float]:
@@ -71,10 +71,10 @@ def rates_between(low: float, high: float, per_decade: int) -> list[float]:
 def sweep(
     config: RunConfig[Any], world: World, rates: list[float], num_steps: int, say: Callable[[str], None]
 ) -> Iterator[Trial]:
-    """One run of `num_steps` for each rate, with the run's own batch size; yields its losses. All ranks together.
+    """Train `num_steps` at each rate, with the run's own batch size; yields the losses. All ranks together.
 
-    The rate climbs over the first fifth of the steps and then stays. Each run begins with the weights that the run
-    itself would begin with: of the newest checkpoint in its folder, of a folder or base model that it names, or drawn.
+    The rate warms up over the first fifth of the steps and then stays. Each trial starts from the weights that the run
+    itself would start from: the newest checkpoint in its folder, a folder or base model that it names, or random ones.
     """
     trainer = make_trainer(config, world, draw_weights=False)
     checkpoints = CheckpointManager(config.job.dump_folder, interval=1, keep_latest_k=0, say=say)
@@ -114,7 +114,7 @@ def _losses(trainer: Trainer) -> Iterator[float]:
 
 
 def suggest(trials: list[Trial]) -> Suggestion | None:
-    """The rate to begin with; None if no rate lowered the loss."""
+    """The rate to start with; None if no rate lowered the loss."""
     finished = [trial for trial in trials if not trial.diverged]
     if not finished:
         return None
@@ -129,12 +129,12 @@ def suggest(trials: list[Trial]) -> Suggestion | None:
 
 
 def _as_good(trial: Trial, best: Trial) -> bool:
-    """Whether a rate's losses are those of the best but for noise: batch by batch, as both saw the same batches."""
+    """Whether a rate's losses equal the best rate's up to noise: batch by batch, as both saw the same batches."""
     differences = [mine - other for mine, other in zip(trial.end(), best.end(), strict=True)]
     if len(differences) < 3:
         return trial is best
     error = statistics.stdev(differences) / math.sqrt(len(differences))
-    # The differences of a few steps are too alike to say how far luck goes, or too unlike to tell rates apart: never
-    # more than a small share of the progress counts as noise.
+    # Over a few steps, the standard error is itself noisy and may be too large to tell rates apart: never more than a
+    # small share of the progress counts as noise.
     progress = best.losses[0] - best.loss
     return statistics.fmean(differences) <= min(STANDARD_ERRORS * error, MOST_NOISE * progress)

@@ -1,4 +1,4 @@
-"""Take a step of an earlier run again, on one process, and say where its numbers first stop being finite."""
+"""Replay a step of an earlier run on one process, and report where its values first become non-finite."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RecordedStep:
     data_ranks: int
 
     def micro_batches(self) -> Iterator[tuple[str, int]]:
-        """The name and the first sequence of each micro-batch, in the order of the data."""
+        """The name and the first sequence of each micro-batch, in data order."""
         for number, start in enumerate(range(0, self.global_batch_size, self.local_batch_size)):
             name = f"micro-batch {number // self.data_ranks + 1}"
             rank = f" of data rank {number % self.data_ranks}" if self.data_ranks > 1 else ""
@@ -56,9 +56,9 @@ def replay(
     direct: bool = False,
     sign_key: bytes | None = None,
 ) -> bool:
-    """Take `step` of the run again from the newest checkpoint before it; returns whether all of it is finite.
+    """Replay `step` of the run from the newest checkpoint before it; returns whether all of it is finite.
 
-    The steps between are taken first, or left out with `direct`.
+    The steps in between are taken first, or skipped with `direct`.
     """
     recorded = read_recorded_step(run_folder, step)
     checkpoints = CheckpointManager(run_folder, 1, 0, sign_key=sign_key)
@@ -91,7 +91,7 @@ def replay(
 
 
 def on_one_process(config: RunConfig[Any], recorded: RecordedStep | None) -> RunConfig[Any]:
-    """The same run without ranks, compilation and recomputation, and with the batches of the recorded step."""
+    """The same run without parallelism, compilation and recomputation, and with the batches of the recorded step."""
     training = replace(config.training, on_bad_step="skip", max_bad_steps=2**31)
     if recorded is not None:
         training = replace(
@@ -111,7 +111,7 @@ def on_one_process(config: RunConfig[Any], recorded: RecordedStep | None) -> Run
 
 
 def load(trainer: Trainer, checkpoints: CheckpointManager, step: int, say: Callable[[str], None]) -> Position:
-    """Load the checkpoint of `step`, and say what of options and data has changed since it was written."""
+    """Load the checkpoint of `step`, and report which options and data have changed since it was written."""
     extra = checkpoints.load(step, trainer.model, trainer.optimizer)
     check_fingerprint(extra.get("run"), trainer.fingerprint(), step, allow_changes=True, say=say)
     checkpoints.restore_random(step, trainer.config.training.seed)
@@ -119,7 +119,7 @@ def load(trainer: Trainer, checkpoints: CheckpointManager, step: int, say: Calla
 
 
 def read_recorded_step(run_folder: Path, step: int) -> RecordedStep | None:
-    """What bad_steps.jsonl says of a step, the last time that it was bad; None if it is not there."""
+    """The last record of a step in bad_steps.jsonl; None if there is none."""
     path, found = run_folder / BAD_STEPS_FILE, None
     try:
         with open_regular(path) as file:
@@ -145,7 +145,7 @@ def _recorded(content: Any) -> RecordedStep | None:
 
 
 def examine(trainer: Trainer, recorded: RecordedStep, say: Callable[[str], None]) -> bool:
-    """Forward and backward of all micro-batches of a step, watched; returns whether everything is finite."""
+    """Run forward and backward on the micro-batches of a step, watched; returns whether everything is finite."""
     size, model = recorded.local_batch_size, trainer.model
     batches = [
         (name, trainer.data.train.batch(start, size).to(trainer.device)) for name, start in recorded.micro_batches()
@@ -182,7 +182,7 @@ def examine(trainer: Trainer, recorded: RecordedStep, say: Callable[[str], None]
 
 
 class Watch:
-    """Within this context, notes where values of a forward and a backward pass first stop being finite."""
+    """Within this context, notes where values of a forward and a backward pass first become non-finite."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -250,7 +250,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def anomaly(trainer: Trainer, batch: Batch, num_tokens: Tensor) -> str:
-    """Which operation of the backward pass is the first to return a NaN, and the line of its forward call; or ""."""
+    """The first operation of the backward pass that returns a NaN, and the line of its forward call; or ""."""
     trainer.optimizer.zero_grad()
     with warnings.catch_warnings(record=True) as caught, torch.autograd.detect_anomaly(check_nan=True):
         warnings.simplefilter("always")

@@ -1,8 +1,8 @@
-"""Whether the ranks that hold copies of a tensor hold the same bits. N tensors.
+"""Check that the replicas of a tensor are bitwise identical on all ranks that hold it. N tensors.
 
-Each rank updates its copy by itself, from gradients that are equal: a bit that flips in the memory of one rank, or an
-update that is not the others', stays and grows. Ranks compare a sum of bit patterns of each tensor, along every axis
-of ranks that copies it. The host learns of a difference with the next step, so that it does not wait for this one.
+Each rank updates its copy by itself, from equal gradients: a bit flip in the memory of one rank, or an update that
+differs from the others', stays and grows. Ranks compare a sum of the bit patterns of each tensor, along every mesh axis
+that replicates it. The host learns of a difference at the next step, so that it does not wait for this one.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass
 class _Axis:
-    """Ranks that hold the same parts of some tensors."""
+    """Ranks that hold the same shards of some tensors."""
 
     name: str
     group: dist.ProcessGroup
     numbers: list[int] = field(default_factory=list)
-    """Which tensors."""
+    """Indices of the tensors."""
     index_n: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     """The same on the device: made once, as copying a list makes the host wait."""
 
 
 class ReplicaCheck:
-    """Compares copies every `interval` steps (0: never), and before a checkpoint; all ranks call it alike."""
+    """Compares copies every `interval` steps (0: never), and before a checkpoint; all ranks make the same calls."""
 
     def __init__(self, model: nn.Module, world: World, interval: int) -> None:
-        """`model` is sharded already, and has taken no step."""
+        """`model` must be sharded already, and must not have taken a step."""
         self._world = world
         self._interval = interval if world.meshes is not None else 0
         self._names: list[str] = []
@@ -59,7 +59,7 @@ class ReplicaCheck:
             self.finish()
 
     def finish(self) -> None:
-        """Look at the comparison that is under way, if there is one."""
+        """Wait for the comparison in flight, if there is one, and raise a ValueError if copies differ."""
         if self._under_way is None:
             return
         (step, sums_N, differs_N, any_differs), self._under_way = self._under_way, None
@@ -89,7 +89,7 @@ class ReplicaCheck:
                 self._add(name, buffer, everywhere)
         for axis in self._axes.values():
             axis.index_n = torch.tensor(axis.numbers, device=self._world.device)
-        # Pipeline stages hold different tensors, and some may hold no copies; they compare together all the same.
+        # Pipeline stages hold different tensors, and some may hold no copies; all of them still compare together.
         found: list[Any] = [bool(self._axes)] * self._world.degrees.pp
         if meshes.pp is not None:
             dist.all_gather_object(found, bool(self._axes), group=meshes.pp.get_group())
@@ -111,7 +111,7 @@ class ReplicaCheck:
         differs_N = torch.zeros_like(sums_N, dtype=torch.bool)
         for axis in self._axes.values():
             sums_n = sums_N[axis.index_n]
-            largest = torch.stack([sums_n, ~sums_n])  # ~ reverses the order, so both ends take one collective
+            largest = torch.stack([sums_n, ~sums_n])  # ~ reverses the order: one collective finds maximum and minimum
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=axis.group)
             differs_N.index_put_((axis.index_n,), differs_N[axis.index_n] | (largest[0] != ~largest[1]))
         any_differs = differs_N.any().to(torch.int32)
@@ -144,7 +144,7 @@ class ReplicaCheck:
 
 
 def _who(sums: dict[int, int]) -> str:
-    """Which ranks hold something else than the others."""
+    """Which ranks hold values that differ from the others'."""
     usual, count = Counter(sums.values()).most_common(1)[0]
     odd = [rank for rank in sums if sums[rank] != usual]
     if 2 * count <= len(sums):
@@ -154,6 +154,6 @@ def _who(sums: dict[int, int]) -> str:
 
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:
-    """The sum of the bit patterns of this rank's part, as integers; any single bit that flips changes it."""
+    """The sum of the bit patterns of this rank's shard, as integers; any single bit flip changes it."""
     own = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
     return own.contiguous().view(_BITS[own.dtype.itemsize]).sum(dtype=torch.int64)

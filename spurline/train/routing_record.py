@@ -1,8 +1,8 @@
-"""Record routing decisions in a folder, and replay them, in any layout with the same batches.
+"""Record routing decisions in a folder, and replay them, in any parallel layout with the same batches.
 
 routing.json                    what was recorded: layers, experts, sizes of the batch
 step-00000001-rank-00000.npz    the decisions of a rank in a step: for each layer the expert ids (sequences, positions,
-                                K), with weights if asked for; which sequences, and from which position on
+                                K), with weights on request; which sequences, and which share of their positions
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Shape:
     """What a recording and a run must have in common."""
 
     layers: dict[str, list[int]]
-    """Experts of each layer, and how many a token visits."""
+    """Number of experts of each layer, and how many a token visits."""
     sequences: int
-    """Of a step, on all ranks."""
+    """Per step, on all ranks."""
     seq_len: int
 
     def differences(self, run: Shape) -> list[str]:
@@ -60,7 +60,7 @@ def _experts(layer: list[int] | None) -> str:
 
 
 class RoutingRecord:
-    """What a trainer tells of its steps and micro-batches, so that decisions are recorded or replayed."""
+    """Records or replays routing decisions, for the steps and micro-batches that a trainer announces."""
 
     def __init__(self, model: nn.Module, config: RunConfig[Any], world: World, global_batch_size: int) -> None:
         debug, self.config, self.world = config.debug, config, world
@@ -77,7 +77,7 @@ class RoutingRecord:
         put_on_tape(model, self.tape)
 
     def _begin(self) -> None:
-        """Check both folders, on the first rank; a recording of the same shape goes on, step by step replaced."""
+        """Check both folders, on the first rank; an existing recording of the same shape is replaced step by step."""
         if self.source:
             _check("debug.replay_routing", self.source, self.shape)
         folder = self.target
@@ -96,7 +96,7 @@ class RoutingRecord:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """While inside, the micro-batches of a step are computed; behind it, what they decided is on the disk."""
+        """Compute the micro-batches of a step inside; on exit, their decisions are on the disk."""
         ranks = Ranks()  # an error on one of them is raised on all
         self.tape.clear()
         if self.source:
@@ -107,7 +107,7 @@ class RoutingRecord:
         self.tape.clear()
 
     def micro_batch(self, number: int) -> None:
-        """The next forward and backward are of micro-batch `number`, counted from 1, of this rank."""
+        """Announce that the next forward and backward are of this rank's micro-batch `number`, counted from 1."""
         size, degrees = self.config.training.local_batch_size, self.world.degrees
         first = ((number - 1) * self.world.data_size + self.world.data_rank) * size
         meshes = self.world.meshes
@@ -141,7 +141,7 @@ class RoutingRecord:
 
 
 def read_step(folder: Path, step: int, shape: Shape) -> dict[str, Ids]:
-    """The decisions of a whole step, (S, L, K) for each layer, from the files of all ranks that recorded it."""
+    """The decisions of a full step, (S, L, K) for each layer, from the files of all ranks that recorded it."""
     paths = sorted(folder.glob(f"step-{step:08d}-rank-*.npz"))
     if not paths:
         raise ValueError(f"debug.replay_routing {folder}: there is no recording of step {step}")

@@ -1,4 +1,4 @@
-"""Which experts the tokens of a text visit: a forward pass over data, seen by hooks on the routers."""
+"""Which experts the tokens of a text visit: a forward pass over data, with hooks on the routers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def collect_visits(model: nn.Module, batches: Any, num_sequences: int, batch_siz
     hooks = [
         router.register_forward_hook(partial(_keep, seen, layer))
         for layer, router in routers(model).items()
-        if not layer.startswith("mtp.")  # which predict in training only
+        if not layer.startswith("mtp.")  # which are used in training only
     ]
     tokens = []
     try:

@@ -1,4 +1,4 @@
-"""A whole training job: from its config to its run folder."""
+"""A complete training job: from its config to its run folder."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ from spurline.train.trainer import Trainer, make_trainer
 
 
 class Ended(NamedTuple):
-    """How a run has ended that did not fail."""
+    """How a run that did not fail has ended."""
 
     folder: Path
     exit_code: int = ExitCode.FINISHED
 
 
 def train(module: str, config_name: str, config: RunConfig[Any]) -> Ended:
-    """Run the whole job, which fills its folder: config.json, metrics.jsonl and, if asked for, checkpoints."""
+    """Run the complete job, which fills its folder: config.json, metrics.jsonl and, if enabled, checkpoints."""
     keeps_memory = config.training.keep_freed_memory and keep_freed_memory()
     with (
         joined_world(
@@ -130,7 +130,7 @@ def take_steps(
     stop_signal: StopSignal,
     mark: Callable[[int, str], None],
 ) -> TrainingLoop:
-    """Take the steps that are left and write their metrics, until the last one, a signal, or a loss spike."""
+    """Take the remaining steps and write their metrics, until the last one, a signal, or a loss spike."""
     config, is_first, folder = trainer.config, trainer.world.is_first, Path(trainer.config.job.dump_folder)
     trainer.resume_at(start)
     if is_first:
@@ -190,7 +190,7 @@ def resume(
     say: Callable[[str], None] = lambda line: None,
     step_back: StepBack = StepBack(),  # noqa: B008 (immutable)
 ) -> Position | None:
-    """Load the newest checkpoint that is complete, if there is one; returns how far the run had come.
+    """Load the newest intact checkpoint, if there is one; returns how far the run had come.
 
     A checkpoint of a run with other options or data is refused, unless they may differ.
     """
@@ -214,7 +214,7 @@ def resume(
 
 
 def first_weights(trainer: Trainer, resumed: Position | None) -> list[str]:
-    """Load or draw the weights of a run that does not resume; returns lines about them."""
+    """Load or initialize the weights of a run that does not resume; returns lines about them."""
     path = trainer.config.checkpoint.initial_load_path
     if resumed is not None:
         return [f"checkpoint.initial_load_path {path} is ignored: the run has weights of its own"] if path else []

@@ -1,7 +1,7 @@
-"""The folder of a run that starts: which one it is, whether the run may have it, and that all ranks see it.
+"""Choose the folder of a new run; check that the run may use it, and that all ranks see it.
 
-The first rank decides, the others learn it. A file in the folder names the job of the launcher, so that restarted ranks
-find it again whatever has been started beside them since.
+The first rank decides and tells the others. A file in the folder names the launcher's job, so that restarted ranks find
+it again, whatever else has been started since.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from spurline.train.launcher import restart_count
 from spurline.train.metrics.jsonl import last_step
 
 SECONDS_TO_SEE = 6.0
-"""How long a rank looks for what the first one has written: network file systems may show it late."""
+"""How long a rank looks for a file that the first one has written: network file systems may show it late."""
 _OF_A_RUN = (
     *("metrics.jsonl", "expert_load.bin", "config.json", "samples.jsonl", "report.html", "tensorboard", "wandb"),
     *("bad_steps.jsonl", "routing.html", "state.json"),
@@ -43,16 +43,16 @@ class Claim(NamedTuple):
 
     folder: Path
     is_restart: bool = False
-    """Whether ranks that torchrun has started before have used it: then it goes on, whatever is in it."""
+    """Whether an earlier attempt of this job has used it: then the run continues, whatever is in it."""
     in_use: str = ""
-    """Why another job has it, if one does."""
+    """Why it can't be used, if another job owns it."""
 
 
 @contextmanager
 def claimed_folder(config: RunConfig[Any]) -> Iterator[Claim]:
-    """The folder of the run, which exists and which all ranks see; a ValueError on all of them if there is none.
+    """The folder of the run, created and visible to all ranks; a ValueError on all of them if there is none.
 
-    A folder that was made for the run and is still empty at the end of the block is removed.
+    A folder that was created for the run and is still empty at the end of the block is removed.
     """
     ranks = Ranks()
     made: list[Path] = []
@@ -86,9 +86,9 @@ def with_folder(config: RunConfig[Any], folder: Path) -> RunConfig[Any]:
 
 
 def decide_folder(config: RunConfig[Any], launched_as: str, restarts: int) -> Claim:
-    """Which folder the run has, on the first rank; a ValueError if the one that it names is that of another run.
+    """Choose the folder of the run, on the first rank; a ValueError if the one it names belongs to another run.
 
-    `launched_as` is the job of the launcher, if there is one, and `restarts` how often it has started ranks before.
+    `launched_as` is the launcher's job, if there is one, and `restarts` how often it has started ranks before.
     """
     job, restarted = config.job, restarts > 0
     if known := _folder_of_job(config.job, launched_as):
@@ -125,7 +125,7 @@ def _folder_of_job(job: Job, launched_as: str) -> Path | None:
 
 
 def refuse_other_run(folder: Path, config: RunConfig[Any]) -> None:
-    """A ValueError if the folder has a run that this one would change, and is not meant to go on with."""
+    """Raise a ValueError if the folder has a run that this one would change but is not meant to continue."""
     job, steps = config.job, CheckpointFolder(folder, elsewhere=config.checkpoint.folder).steps()
     if numbered_runs(folder):
         raise ValueError(
@@ -146,7 +146,7 @@ def refuse_other_run(folder: Path, config: RunConfig[Any]) -> None:
 
 
 def _was_killed_early(folder: Path, config: RunConfig[Any]) -> bool:
-    """Whether the folder is that of the same command, which has come to no checkpoint: it starts again."""
+    """Whether the folder is from the same command, killed before its first checkpoint: it starts over."""
     try:
         _, _, then = config_io.load(folder / "config.json")
     except config_io.ConfigError:
@@ -163,7 +163,7 @@ def make_run_folder(folder: Path) -> None:
 
 
 def refuse_unless_shared(folder: Path, ranks: Ranks) -> None:
-    """A ValueError on all ranks if one of them does not see what the first one writes to the folder."""
+    """Raise a ValueError on all ranks if one of them does not see what the first one writes to the folder."""
     if ranks.size == 1:
         return
     name = f".seen-by-all-{secrets.token_hex(8)}"
@@ -192,7 +192,7 @@ def _sees(token: Path, sleep: Callable[[float], None] = time.sleep) -> bool:
     deadline = time.monotonic() + SECONDS_TO_SEE
     while True:
         for parent in reversed(token.parents):
-            # Listing a folder anew makes a network file system forget that something was not there.
+            # Listing a folder makes a network file system forget that a file did not exist.
             with contextlib.suppress(OSError), os.scandir(parent) as entries:
                 next(entries, None)
         if token.exists():
@@ -203,8 +203,8 @@ def _sees(token: Path, sleep: Callable[[float], None] = time.sleep) -> bool:
 
 
 def overwrite(folder: Path, config: RunConfig[Any], is_restart: bool) -> None:
-    """With --job.overwrite, remove the run in the folder, which must be this job's own."""
-    # torchrun starts the same command again after a failure, which then resumes.
+    """With --job.overwrite, remove the run in the folder, which this job must own."""
+    # After a failure, torchrun starts the same command again, which then resumes.
     if config.job.overwrite and not is_restart:
         if config.checkpoint.folder:
             checkpoints = CheckpointFolder(folder, elsewhere=config.checkpoint.folder)
@@ -217,7 +217,7 @@ def overwrite(folder: Path, config: RunConfig[Any], is_restart: bool) -> None:
 
 
 def start_anew(folder: Path) -> None:
-    """Remove what the run has written before it came to its first checkpoint."""
+    """Remove what the run wrote before its first checkpoint."""
     if not is_run(folder):
         return
     for name in _OF_A_RUN:
@@ -236,12 +236,12 @@ def how_to_resume(config: RunConfig[Any]) -> str:
 
 
 def own(folder: Path, config: RunConfig[Any], is_restart: bool) -> None:
-    """What the first rank does once the folder is this job's."""
+    """What the first rank does once this job owns the folder."""
     overwrite(folder, config, is_restart)
     set_latest(folder)
 
 
 def _missing(folder: Path) -> list[Path]:
-    """The folders that are to be made for this one, itself first."""
+    """The folders that must be created for this one, itself first."""
     absolute = folder.absolute()
     return [path for path in (absolute, *absolute.parents) if not os.path.lexists(path)]

@@ -14,7 +14,7 @@ STATE_FILE = "state.json"
 
 
 class RunState:
-    """Records the end of a run, as a context manager, on the first rank. Nothing is recorded of one that is killed."""
+    """Records the end of a run, as a context manager, on the first rank. A run that is killed records nothing."""
 
     def __init__(self, folder: Path, enabled: bool) -> None:
         self._path, self._enabled = folder / STATE_FILE, enabled
@@ -36,5 +36,5 @@ class RunState:
             self.state = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
             why = f"{error}".partition("\n")[0][:300] or type(error).__name__
         content = {"state": self.state, "why": why, "ended": time.strftime("%Y-%m-%d %H:%M:%S")}
-        with contextlib.suppress(OSError):  # a full disk is not the run's end
+        with contextlib.suppress(OSError):  # a full disk must not fail the run
             write_file(self._path, json.dumps(content) + "\n")

@@ -1,4 +1,4 @@
-"""Text that the model of a run generates, and where it is kept."""
+"""Text that a run's model generates, and where it is kept."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 def sample_text(trainer: Trainer) -> str:
-    """A continuation of metrics.sample_prompt and, with pictures in the held-out data, captions of some of them.
+    """A continuation of metrics.sample_prompt and, if the held-out data has pictures, captions of some of them.
 
-    With conversations, answers to held-out questions instead.
+    For conversations, answers to held-out questions instead.
     """
     metrics, training, tokenizer = trainer.config.metrics, trainer.config.training, trainer.data.tokenizer
     if (asked := trainer.data.questions) and asked.questions:
@@ -32,7 +32,7 @@ def sample_text(trainer: Trainer) -> str:
     prompt = [tokenizer.boundary_id, *tokenizer.encode(metrics.sample_prompt).tolist()]
     # The length grows token by token: compiling for that takes longer than it saves.
     with torch.compiler.set_stance("force_eager"):
-        # No token ends the text: all ranks must take the same number of steps, even if one of them rounds otherwise.
+        # No token ends the text: all ranks must take the same number of steps, even if one of them rounds differently.
         (written,) = generate(
             trainer.model,
             [prompt],
@@ -47,7 +47,7 @@ def sample_text(trainer: Trainer) -> str:
 
 
 def drop_samples_after(folder: Path, step: int) -> None:
-    """Remove the samples of later steps, which a run that goes on after `step` writes again."""
+    """Remove the samples of later steps, which a run that resumes after `step` writes again."""
     path = folder / SAMPLES_FILE
     if path.exists():
         drop_lines_after(path, step)

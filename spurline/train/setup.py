@@ -1,4 +1,4 @@
-"""Build what a trainer is made of: process-wide settings, data, model, loss and timer."""
+"""Build the parts of a trainer: process-wide settings, data, model, loss and timer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from spurline.train.metrics.timing import StepTimer, watch_layers
 
 
 def set_up_torch(config: RunConfig[Any]) -> None:
-    """Threads, determinism and the seed, for the whole process."""
+    """Set threads, determinism and the seed for the process."""
     if config.training.threads:
         torch.set_num_threads(config.training.threads)
     torch.use_deterministic_algorithms(config.debug.deterministic)
@@ -44,7 +44,7 @@ def open_data_for_model(config: RunConfig[Any]) -> DataSets:
 
 
 def build_model(config: RunConfig[Any], world: World, draw_weights: bool = True) -> nn.Module:
-    """The model on this rank's device: made without memory first, then sharded, then filled with its initial weights.
+    """The model on this rank's device: built on the meta device, then sharded, then filled with its initial weights.
 
     With draw_weights=False its parameters are uninitialized memory, for weights that are about to be loaded.
     """
@@ -78,13 +78,13 @@ def build_model(config: RunConfig[Any], world: World, draw_weights: bool = True)
 
 
 def weights_changed(model: nn.Module) -> None:
-    """Call it when weights were drawn or loaded: whatever follows them is brought up to date."""
+    """Call it after weights were initialized, loaded or updated: copies of them are brought up to date."""
     if isinstance(model, PipelinedModel):
         model.update_followers()
 
 
 def check_backends(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """A ValueError if experts are to be computed by a kernel that can't do it here: now, and not in the first step."""
+    """Raise a ValueError, before the first step, if the experts' backend does not support this device and dtype."""
     if device.type == "meta":
         return
     for module in model.modules():
@@ -93,10 +93,10 @@ def check_backends(model: nn.Module, device: torch.device, dtype: torch.dtype) -
 
 
 def sharding_of(config: RunConfig[Any]) -> Sharding:
-    """How FSDP2 is to shard the model."""
+    """How FSDP2 shards the model."""
     training = config.training
     param_dtype = training.dtype if training.mixed_precision_param == "auto" else training.mixed_precision_param
-    # Every micro-batch of a pipeline would gather the weights of its stage anew.
+    # Otherwise, every micro-batch of a pipeline would all-gather the weights of its stage again.
     reshard = config.parallelism.fsdp_reshard_after_forward
     if reshard == "default" and config.parallelism.pipeline_parallel_degree > 1:
         reshard = "never"
@@ -116,7 +116,7 @@ def build_loss(config: RunConfig[Any], model: Any) -> Callable[[Tensor, Tensor],
 
 
 def build_timer(config: RunConfig[Any], model: nn.Module, world: World) -> StepTimer:
-    """A timer of steps; it also times the parts of MoE layers where hooks can see them."""
+    """A step timer that also times the parts of MoE layers, unless the model is compiled."""
     timer = StepTimer(world.device)
     if config.metrics.layer_times and not is_model_compiled(config):
         watch_layers(model, timer)
@@ -124,5 +124,5 @@ def build_timer(config: RunConfig[Any], model: nn.Module, world: World) -> StepT
 
 
 def is_model_compiled(config: RunConfig[Any]) -> bool:
-    """Hooks on the parts of a compiled block would be traced with it."""
+    """Whether blocks are compiled: hooks on their parts would be traced."""
     return config.compile.enable and "model" in config.compile.parts

@@ -1,6 +1,6 @@
-"""What ranks tell each other beside the collectives of a step: heartbeats, the first error, a verdict.
+"""What ranks tell each other outside the collectives of a step: heartbeats, the first error, a verdict.
 
-It runs over the store in which the ranks have met, so it works while every collective is stuck.
+It goes through the rendezvous store, so it works while every collective is stuck.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PAUSE = 0.05
 
 @dataclass(frozen=True)
 class Beat:
-    """A sign of life of a rank, with what it does."""
+    """A heartbeat of a rank, with what it is doing."""
 
     rank: int
     process: Process
@@ -38,7 +38,7 @@ class Beat:
     collective: str = ""
     place: str = ""
     calls: int = 0
-    """Collectives that it has begun."""
+    """Collectives that it has started."""
     is_done: bool = False
 
     def __str__(self) -> str:
@@ -49,11 +49,11 @@ class Beat:
 
 @dataclass
 class SideChannel:
-    """One rank's end of it. `wait` and `get` of the store would block: keys are looked for first."""
+    """One rank's end of the channel. `wait` and `get` of the store would block, so keys are checked first."""
 
     meeting: Meeting
     log_folder: Path | None = None
-    """Where the first error of an attempt is noted: known when the run folder is this job's."""
+    """Where the first error of an attempt is logged; set once this job owns the run folder."""
     process: Process = field(default_factory=Process.own)
 
     def __post_init__(self) -> None:
@@ -72,7 +72,7 @@ class SideChannel:
         self._store.set(f"beat/{beat.rank}", json.dumps(asdict(beat)))
 
     def beats(self, ranks: Iterable[int]) -> dict[int, Beat]:
-        """The last beats of these ranks, of those that have sent any."""
+        """The last beats of these ranks, without those that have sent none."""
         found: dict[int, Beat] = {}
         for rank in ranks:
             if (entry := self._read(f"beat/{rank}")) is not None:
@@ -80,11 +80,11 @@ class SideChannel:
         return found
 
     def verdict(self) -> dict[str, Any] | None:
-        """Why all ranks are to end, if one of them has said so."""
+        """Why all ranks must end, if one of them has decided so."""
         return self._read("verdict")
 
     def judge(self, line: str, silent: list[int]) -> dict[str, Any]:
-        """Say why all ranks are to end; the first to say so is right, and that is returned."""
+        """Declare why all ranks must end; the first verdict wins and is returned."""
         mine = {"line": line, "silent": silent, "by": self.rank}
         said = json.loads(self._store.compare_set("verdict", "", json.dumps(mine)))
         if said == mine:
@@ -92,11 +92,11 @@ class SideChannel:
         return said
 
     def count(self, key: str, add: int = 0) -> int:
-        """Add to a number that all ranks share; returns it."""
+        """Add to a counter that all ranks share; returns it."""
         return self._store.add(key, add)
 
     def tell_first_error(self, line: str, rank: int) -> dict[str, Any]:
-        """Say why this attempt of the run fails; the first rank to say so is right, and that is returned."""
+        """Report why this attempt of the run fails; the first report wins and is returned."""
         line = in_one_line(line)
         mine = {"rank": rank, "line": line, "by": self.rank}
         said = json.loads(self._store.compare_set("first_error", "", json.dumps(mine)))
@@ -105,7 +105,7 @@ class SideChannel:
         return said
 
     def explain(self, step: int) -> LostRankError | None:
-        """Which rank is to blame for a collective that has failed here in `step`: its own error, or that it is gone."""
+        """Which rank caused a collective to fail here in `step`, by its own error or because its process is gone."""
         deadline = time.monotonic() + _SECONDS_TO_EXPLAIN
         gone: list[int] = []
         while time.monotonic() < deadline and not gone:
@@ -118,7 +118,7 @@ class SideChannel:
             time.sleep(_PAUSE)
         if not gone:
             return None
-        time.sleep(10 * _PAUSE)  # a rank that has failed, and was quicker to end than to be read
+        time.sleep(10 * _PAUSE)  # a rank may have failed and ended before its error was read
         beat = self.beats(gone[:1])[gone[0]]
         line = (
             f"rank {beat.rank} is gone: process {beat.process.pid} on {beat.process.machine} has ended without a word"
@@ -134,7 +134,7 @@ class SideChannel:
 
 
 def in_one_line(text: str) -> str:
-    """The first line of an error and, if it holds the trace of another one, that error, which is the last line."""
+    """The first line of an error and, if it contains the traceback of another, that error, which is the last line."""
     found = [line.strip() for line in text.splitlines() if line.strip()] or [""]
     return found[0] if len(found) == 1 else f"{found[0]} {found[-1]}"
 

@@ -1,4 +1,4 @@
-"""Take back the steps of a loss spike: to the checkpoint before it, and past the data that led there."""
+"""Roll back a loss spike to the checkpoint before it and, on request, skip the data that led there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from spurline.train.trainer import Trainer
 
 
 class SpikeWatch:
-    """Decides on the first rank, when a spike has lasted, whether its steps are taken back."""
+    """Decides on the first rank, when a spike has lasted, whether it is rolled back."""
 
     def __init__(self, trainer: Trainer, say: Callable[[str], None]) -> None:
         training = trainer.config.training
@@ -25,9 +25,9 @@ class SpikeWatch:
         self._left = training.max_step_backs
 
     def wants_step_back(self, step: int, loss: float | None, newest: Callable[[int], int | None]) -> int:
-        """After a logged step: the step with which a spike began, if its steps are to be taken back, else 0.
+        """After a logged step: the step at which a spike began, if it is to be rolled back, else 0.
 
-        It is negative if that has been done too often. `newest` returns the step of the newest checkpoint before one.
+        It is negative after too many rollbacks. `newest` returns the step of the newest checkpoint before a step.
         """
         if not self._enabled or loss is None or not self._trainer.world.is_first:
             return 0
@@ -60,9 +60,9 @@ class SpikeWatch:
 def step_back(
     trainer: Trainer, checkpoints: CheckpointManager, first_step: int, reached: Position, say: Callable[[str], None]
 ) -> Position:
-    """Load the newest checkpoint before `first_step` and remove later ones; returns where the run goes on.
+    """Load the newest checkpoint before `first_step` and remove later ones; returns where the run continues.
 
-    With --training.loss_spike_skip_data that is behind all sequences that were read until `reached`.
+    With --training.loss_spike_skip_data that is after all sequences that were read until `reached`.
     """
     Ranks().first(lambda: checkpoints.remove_from(first_step))
     loaded = checkpoints.load_newest(trainer.model, trainer.optimizer)

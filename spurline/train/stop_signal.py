@@ -19,9 +19,9 @@ STOP_SIGNALS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal,
 class StopSignal:
     """Within this context, the first of these signals is only noted; a second one ends the process immediately.
 
-    A signal that was ignored before (SIGHUP under nohup) stays ignored. One of several ranks ignores the second one:
-    Slurm sends a signal to all processes of a job, and the launcher sends it again; it also ends the ranks when it gets
-    a second one itself.
+    A signal that was ignored before (SIGHUP under nohup) stays ignored. With several ranks, the second one is ignored:
+    Slurm sends a signal to all processes of a job, and the launcher sends it again; the launcher also ends the ranks
+    when it receives a second one itself.
     """
 
     def __init__(self, answer: str = "") -> None:
@@ -44,7 +44,7 @@ class StopSignal:
 
     def __exit__(self, *exception: object) -> None:
         if self.requested and is_launched():
-            return  # the first rank to end must not end those that still write
+            return  # signals stay ignored: the first rank to end must not end those that still write
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}

@@ -48,7 +48,7 @@ from spurline.train.setup import (
 
 @dataclass
 class Trainer:
-    """What a step needs, built once."""
+    """Everything that a step needs, built once."""
 
     config: RunConfig[Any]
     world: World
@@ -58,12 +58,12 @@ class Trainer:
     loss_sum: Callable[[Tensor, Tensor], Tensor]
     timer: StepTimer = field(default_factory=StepTimer)
     base: dict[str, Any] = field(default_factory=dict)
-    """What checkpoints say of the weights that adapters are trained on; empty without adapters."""
+    """The entry in checkpoints that identifies the base weights; empty without adapters."""
     start: Position = field(default_factory=Position, init=False)
     """Where the run began or was resumed; the data of a step is counted from here."""
     tally: StepTally = field(init=False)
     pipeline: Any = field(default=None, init=False)
-    """What takes micro-batches through pipeline stages: a TrainingPipeline, made with the first step."""
+    """Runs micro-batches through pipeline stages: a TrainingPipeline, created at the first step."""
     bad_steps: BadSteps = field(init=False)
     routing: RoutingRecord | None = field(default=None, init=False)
     _fingerprint: dict[str, Any] | None = field(default=None, init=False)
@@ -87,7 +87,7 @@ class Trainer:
         return training.local_batch_size * self.world.data_size
 
     def fingerprint(self) -> dict[str, Any]:
-        """Options and data that change the run, computed once."""
+        """Options and data that affect the run's numbers, computed once."""
         if self._fingerprint is None:
             self._fingerprint = fingerprint(self.config, self.global_batch_size, self.data)
         return self._fingerprint
@@ -104,9 +104,9 @@ class Trainer:
         return Position(step, self.tally.tokens_seen, self.first_sequence(step + 1))
 
     def step(self, step: int) -> StepMetrics:
-        """Take optimizer step number `step`, counted from 1, and read nothing from the device.
+        """Take optimizer step number `step`, counted from 1, without a host read.
 
-        A step that is not finite leaves weights, optimizer and balance as they are; reading its metrics reports it.
+        A non-finite step leaves weights, optimizer and balance as they are; reading its metrics reports it.
         """
         config = self.config
         lr = learning_rate(step, config.training.steps, config.optimizer.lr, config.lr_scheduler)
@@ -131,8 +131,8 @@ class Trainer:
         return StepMetrics(step, lr, num_tokens, loss, grad_norm, self.model, self.tally, self.world.meshes)
 
     def accumulate_gradients(self, micro_batches: list[Batch], num_tokens: Tensor) -> Tensor:
-        """Forward and backward of every micro-batch; returns the mean loss of the step's `num_tokens`, of all ranks."""
-        # Every token of the step weighs the same, in the language-model loss as in the balance losses.
+        """Run forward and backward on every micro-batch; returns the mean loss of the `num_tokens` on all ranks."""
+        # Every token of the step has the same weight, in the language-model loss and in the balance losses.
         set_token_weight(self.model, 1 / num_tokens)
         if isinstance(self.model, PipelinedModel):
             return self.world.sum_over_losses(self._through_stages(self.model, micro_batches, num_tokens))
@@ -152,7 +152,7 @@ class Trainer:
         return self.world.sum_over_losses(total)
 
     def _through_stages(self, model: PipelinedModel, micro_batches: list[Batch], num_tokens: Tensor) -> Tensor:
-        """The same by the schedule of pipeline stages; returns this rank's part of the loss."""
+        """The same with a pipeline schedule; returns this rank's share of the loss."""
         if self.pipeline is None:
             tokens_BL = micro_batches[0].tokens_BL
             self.pipeline = TrainingPipeline(model, len(micro_batches), tokens_BL, self.timer.phase)
@@ -168,13 +168,13 @@ class Trainer:
         return torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)
 
     def clip_gradients(self, parameters: list[nn.Parameter], norms_P: Tensor) -> Tensor:
-        """Clip by the norm of all gradients of the model, on whatever ranks they are; returns it."""
+        """Clip by the norm of all gradients of the model, over all ranks; returns the norm."""
         max_norm, group, sharers = self.config.training.max_grad_norm, self.world.group, self.world.degrees.stage
         elsewhere = self.model.second_copies() if isinstance(self.model, PipelinedModel) else set()
         return clip_gradients(parameters, max_norm, group, norms_P, sharers, elsewhere)
 
     def loss_of(self, batch: Batch, model: nn.Module | None = None, **options: Any) -> Tensor:
-        """The loss of a micro-batch, summed over its real tokens; of a pipeline stage, what it returns."""
+        """The loss of a micro-batch, summed over its real tokens; for a pipeline stage, its output."""
         options = {**batch.extras, **options}
         return (model or self.model)(batch.tokens_BL, labels_BL=batch.labels_BL, loss_sum=self.loss_sum, **options)
 
@@ -185,7 +185,7 @@ class Trainer:
 
     @contextmanager
     def prefetching(self, steps: range) -> Iterator[None]:
-        """While inside, a thread makes the batches of coming steps; these steps must be taken in order."""
+        """While inside, a thread prepares the batches of upcoming steps, which must be taken in order."""
         with Prefetcher(self.micro_batches_on_host, steps, set_up=partial(use_device, self.device)) as prefetcher:
             self._prefetcher = prefetcher
             try:
@@ -194,7 +194,7 @@ class Trainer:
                 self._prefetcher = None
 
     def micro_batches_on_host(self, step: int) -> list[Batch]:
-        """The same in host memory, pinned where a device is to copy it."""
+        """The same in host memory, pinned if an accelerator is to copy it."""
         size, world = self.config.training.local_batch_size, self.world
         first = self.first_sequence(step) + world.data_rank * size
         starts = range(first, first + self.global_batch_size, size * world.data_size)
@@ -210,9 +210,9 @@ class Trainer:
 def make_trainer(
     config: RunConfig[Any], world: World | None = None, data: DataSets | None = None, *, draw_weights: bool = True
 ) -> Trainer:
-    """Build the model with its seeded weights, and everything else a step needs: by default alone, on config.data.
+    """Build the model with seeded weights, and everything else a step needs: by default on one rank, with config.data.
 
-    With draw_weights=False the caller loads weights, or draws them by `initialize_parameters`.
+    With draw_weights=False the caller loads weights, or draws them with `initialize_parameters`.
     """
     world = world or World.alone(config.training.device)
     set_up_torch(config)

@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 
 class Validation(NamedTuple):
-    """What a model has cost on held-out data."""
+    """The loss of a model on held-out data."""
 
     loss: float
     """Nats per token."""
     bits_per_byte: float | None
-    """Bits per byte of the text that these tokens stand for, whatever the tokenizer; None where they stand for none.
+    """Bits per byte of the text that these tokens encode, whatever the tokenizer; None if they encode none.
 
-    Tokens without text, such as those between documents, add to the bits and not to the bytes."""
+    Tokens without text, such as those between documents, add to the bits but not to the bytes."""
 
 
 def has_validation(trainer: Trainer) -> bool:
-    """Whether any data is held out, and the config wants it to be used."""
+    """Whether any data is held out, and the config uses it."""
     return trainer.data.validation is not None and trainer.config.metrics.validation_batches > 0
 
 
@@ -44,7 +44,7 @@ def validate(trainer: Trainer) -> Validation | None:
     size = config.training.local_batch_size * world.data_size
     trainer.model.eval()
     for whole in trainer.data.validation.batches(size, config.metrics.validation_batches):
-        num_bytes += count_text_bytes(whole.labels_BL, token_bytes_V)  # of all ranks, each of which has the whole batch
+        num_bytes += count_text_bytes(whole.labels_BL, token_bytes_V)  # of all ranks: each has the full batch
         batch = share(whole, world.data_rank, world.data_size).to(trainer.device)
         total += trainer.loss_of(batch)
         num_tokens += trainer.count_tokens([batch.labels_BL])
@@ -56,12 +56,12 @@ def validate(trainer: Trainer) -> Validation | None:
 
 
 def count_text_bytes(labels_BL: Tensor, token_bytes_V: Tensor) -> int:
-    """Bytes of UTF-8 text that the labels on the host stand for, but for those that the loss ignores."""
+    """Bytes of UTF-8 text that the labels, on the host, encode, except those that the loss ignores."""
     return int(token_bytes_V[labels_BL[labels_BL != IGNORE_INDEX]].sum())
 
 
 def share(batch: Batch, rank: int, size: int) -> Batch:
-    """One of `size` equal parts of a batch; where it can't be cut evenly, sequences without labels fill up the last."""
+    """One of `size` equal parts of a batch; if it can't be split evenly, sequences without labels pad the last ones."""
     B = batch.tokens_BL.shape[0]
     per_rank = -(-B // size)
     rows = torch.arange(rank * per_rank, (rank + 1) * per_rank)

@@ -1,7 +1,7 @@
-"""A thread beside the training that ends the run when a step takes too long or a rank falls silent, and names it.
+"""A thread that ends the run when a step takes too long or a rank falls silent, and names the rank responsible.
 
 Without it, a rank that is stopped, swapped out or stuck makes all others wait in a collective until that times out,
-half an hour later, and then one of those is named.
+half an hour later, and then the error names one of those that waited.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from spurline.train.whereabouts import Place, place_of
 STEP = "step"
 LEAST_SECONDS, TIMES_MEDIAN = 300.0, 20.0
 TIMES_OTHER_PHASES = 6.0
-"""What is not a step after the first one (start-up, the first step, validation, checkpoints) may take longer."""
+"""Everything but an ordinary step (startup, the first step, validation, checkpoints) may take longer."""
 _SECONDS_TO_DUMP = 2.0
 
 
 class Watchdog:
-    """Watches the thread that makes it, from `start` to `stop`.
+    """Watches the thread that creates it, from `start` to `stop`.
 
-    The thread says what it begins by `mark`; everything else is read from outside, so that a step pays nothing.
+    That thread announces each phase with `mark`; everything else is read from outside, at no cost to the step.
     """
 
     def __init__(
@@ -49,9 +49,9 @@ class Watchdog:
     ) -> None:
         """`seconds` is the limit of a step (0: from the median, -1: none)."""
         self.module_names: Mapping[int, str] = {}
-        """By id(), to tell the layer."""
+        """By id(), to identify the layer."""
         self.phase_of_step: Callable[[], str] = str
-        """What the step is at."""
+        """Returns the current phase of the step."""
         self.on_beat: Callable[[], None] = lambda: None
         """Called with each heartbeat."""
         self.say: Callable[[str], None] = lambda line: None
@@ -63,13 +63,13 @@ class Watchdog:
         self._process = Process.own()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-        self._heard: tuple[int, int, float] | None = None  # which rank, its last beat, and when that was new
+        self._heard: tuple[int, int, float] | None = None  # a rank, the number of its last beat, and when that was new
         self._store_failed_since: float | None = None
 
     # In the thread that is watched.
 
     def mark(self, step: int, phase: str) -> None:
-        """A phase of a step begins, and whatever was before has ended."""
+        """Announce that a phase of a step begins, and that the previous one has ended."""
         now = time.monotonic()
         _, before, since = self._marked
         if before == STEP:
@@ -82,11 +82,11 @@ class Watchdog:
 
     def start(self) -> None:
         if self._channel is not None:
-            self._channel.send(self._beat())  # with its process: others can tell whether it is still there
+            self._channel.send(self._beat())  # with its process: others can tell whether it is alive
         self._thread.start()
 
     def stop(self) -> None:
-        """The watched thread is done, or has failed; others learn that they need not wait for its heartbeat."""
+        """Stop watching: the thread is done, or has failed. Other ranks no longer wait for its heartbeat."""
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join(5)
@@ -98,7 +98,7 @@ class Watchdog:
 
     @property
     def limit(self) -> float:
-        """Seconds that a step may take. A rank alone has none unless it is given: nobody waits but a debugger."""
+        """Seconds that a step may take. A single rank has no limit unless one is given: no other rank waits for it."""
         if self._seconds > 0:
             return self._seconds
         if self._seconds < 0 or self._channel is None:
@@ -130,7 +130,7 @@ class Watchdog:
             try:
                 self._watch_others(self._channel, seconds > self.limit_of_phase)
                 self._store_failed_since = None
-            except (RuntimeError, ValueError) as error:  # of the store, or of what it held
+            except (RuntimeError, ValueError) as error:  # from the store, or from its contents
                 self._store_failed_since = self._store_failed_since or time.monotonic()
                 if time.monotonic() - self._store_failed_since > self.limit:
                     self._end(f"the store of the ranks does not answer: {str(error).splitlines()[0]}", [])
@@ -173,7 +173,7 @@ class Watchdog:
         return None
 
     def _verdict(self, channel: SideChannel, silent: list[int]) -> tuple[str, list[int]]:
-        """One line that names the rank that did not arrive, and what the others wait in."""
+        """One line that names the rank that did not arrive and those that wait for it, and the silent ranks."""
         beats = channel.beats(range(channel.size))
         step, phase, since = self._marked
         if silent:
@@ -226,7 +226,7 @@ def _latest(beats: list[Beat]) -> Beat:
 
 
 def _calls() -> int:
-    """Collectives that this rank has begun, in all of its groups."""
+    """The number of collectives that this rank has started, in all of its groups."""
     if not dist.is_initialized():
         return 0
     total = 0

@@ -1,6 +1,4 @@
-"""Where a thread is, read from its stack by another one: the collective it waits in, the layer, the line. Free of cost
-for the thread itself.
-"""
+"""Where a thread is (collective, layer, line), read from its stack by another thread at no cost to it."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ class Place(NamedTuple):
     line: str = ""
     """The innermost line outside of torch."""
     layer: str = ""
-    """Name of the innermost module that is at work, if it was asked for and can be told."""
+    """Name of the innermost module that is running, if requested and known."""
 
     def __str__(self) -> str:
         what = f"in {self.collective}" if self.collective else "not in a collective"
@@ -35,9 +33,9 @@ class Place(NamedTuple):
 
 
 def place_of(thread: int, names: Mapping[int, str] | None = None) -> Place:
-    """Where the thread with this identity is.
+    """Where the thread with this identifier is.
 
-    `names` are the names of modules by id(); the local variables of functions are looked at only with them, because
+    `names` are the names of modules by id(). Local variables of functions are inspected only if it is given, because
     that keeps what they hold alive until the function returns.
     """
     frame = sys._current_frames().get(thread)

@@ -16,7 +16,7 @@ def tensor_differences(
 ) -> list[str]:
     """One phrase for each tensor that differs between the checkpoint and the model, sorted by name.
 
-    `elsewhere` are the tensors of the model that other ranks have alone: those of other pipeline stages.
+    `elsewhere` holds the names of tensors that only other ranks have, in other pipeline stages.
     """
     found = []
     for name in sorted(tensors.keys() | {name for name in saved if name.startswith("model.")} - elsewhere):

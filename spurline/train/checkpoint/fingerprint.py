@@ -1,4 +1,4 @@
-"""A fingerprint of weights that depends on their values alone: not on files, dtypes of storage, or sharding."""
+"""A fingerprint of weights that depends on their values alone: not on files, storage dtypes or sharding."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _CHUNK = 1 << 22
 
 @torch.no_grad()
 def fingerprint(tensors: Mapping[str, Tensor]) -> str:
-    """32 hexadecimal digits; all ranks together, where there are several, and the same on all of them.
+    """32 hexadecimal digits, the same on all ranks, which must call this together.
 
-    Each tensor is summed over the bits of its elements in float32, and over their squares, in integers: exact in any
-    order. So sums of parts add up over ranks; a part that several ranks hold is counted by the first of them.
+    For each tensor, the float32 bit patterns of its elements, and their squares, are summed as integers: exact in any
+    order. So the sums of shards add up over ranks; a replicated shard is counted by the first rank that holds it.
     """
     names = sorted(tensors)
     none = torch.zeros(2, dtype=torch.int64)
@@ -31,7 +31,7 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
 
 
 def fingerprint_by_name(shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], Tensor]) -> str:
-    """The same of whole tensors on one process, of which one at a time is read."""
+    """The same for full tensors in one process, read one at a time."""
     names = sorted(shapes)
     return _digest({name: shapes[name] for name in names}, torch.stack([_sums(read(name)) for name in names]))
 
@@ -46,12 +46,12 @@ def _sums(tensor: Tensor) -> Tensor:
     total = torch.zeros(2, dtype=torch.int64, device=part.device)
     for chunk in part.split(_CHUNK):
         bits = chunk.to(torch.float32).view(torch.int32).to(torch.int64)
-        total += torch.stack([bits.sum(), (bits * bits).sum()])  # integers that overflow wrap around, in any order
+        total += torch.stack([bits.sum(), (bits * bits).sum()])  # overflow wraps around, the same in any order
     return total.cpu()
 
 
 def _is_counted(tensor: Tensor) -> bool:
-    """Whether this rank is the first of those that hold the same part."""
+    """Whether this rank is the first of those that hold the same shard."""
     if not dist.is_initialized():
         return True
     if not isinstance(tensor, DTensor):

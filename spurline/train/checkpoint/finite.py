@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 
 def non_finite_names(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """The names of those whose part on this rank has an infinity or a NaN. Reads the device once."""
+    """The names of tensors whose local shard has an infinity or a NaN; one host read if there are none."""
     named = [
         (name, tensor.to_local() if isinstance(tensor, DTensor) else tensor)
         for name, tensor in tensors
@@ -29,10 +29,10 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def _sum(tensor: Tensor) -> Tensor:
-    # An infinity or a NaN stays one in every sum it is part of.
+    # A sum with an infinity or a NaN in it is never finite.
     return _as_float(tensor.detach()).sum(dtype=torch.float32 if tensor.dtype != torch.float64 else None).float()
 
 
 def _as_float(tensor: Tensor) -> Tensor:
-    """Types of 8 bits have no sums."""
+    """Cast 8-bit types to float32: they have no sum."""
     return tensor.float() if tensor.dtype.itemsize == 1 else tensor

@@ -1,15 +1,15 @@
 """The folder of a run's checkpoints: what is in it, and how one is published or removed. Free of torch.
 
-step-00000100/                 a checkpoint: renamed to this when it was complete
+step-00000100/                 a checkpoint, renamed to this when complete
   checkpoint.json              its record, with the size and checksum of every other file
-  metadata.json                which part of which tensor lies where
+  metadata.json                where each part of each tensor is stored
   rank-00000-00000.tensors     the tensors, in one or more files per rank
 .step-00000200.tmp/            a checkpoint that is being written, or was when the run was killed
 .step-00000100.replaced.tmp/   the old checkpoint while a new one of the same step is renamed
 .step-00000100.removed.tmp/    a checkpoint that is being removed
 
-In a remote folder (s3://...), which knows no rename, a checkpoint is written in place: it is complete when its last
-file, checkpoint.json, is there, and no checkpoint any more as soon as that is removed.
+In a remote folder (s3://...), which has no rename, a checkpoint is written in place: it is complete once its last file,
+checkpoint.json, exists, and no longer a checkpoint as soon as that file is removed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class CheckpointFolder:
         self._sign_key = sign_key
 
     def named_steps(self) -> list[int]:
-        """The steps of all folders with the name of a checkpoint, intact or not, ascending."""
+        """The steps of all folders named like a checkpoint, intact or not, ascending."""
         try:
             names = self.path.names() if isinstance(self.path, RemotePath) else os.listdir(self.path)
         except OSError as error:
@@ -76,7 +76,7 @@ class CheckpointFolder:
         self.clean()
 
     def discard(self, step: int) -> None:
-        """Remove what was written of a checkpoint that failed."""
+        """Remove the partial files of a checkpoint that failed."""
         temporary = self.temporary(step)
         if isinstance(temporary, Path):
             shutil.rmtree(temporary, ignore_errors=True)
@@ -85,14 +85,14 @@ class CheckpointFolder:
                 temporary.remove_tree()
 
     def complete(self, step: int) -> Path | RemotePath:
-        """The folder of the checkpoint of `step`; a ValueError that lists the steps there are if it does not exist."""
+        """The folder of the checkpoint of `step`; if it does not exist, a ValueError that lists the steps that do."""
         if step not in self.steps():
             there = ", ".join(map(str, self.steps())) or "none"
             raise ValueError(f"there is no complete checkpoint {self.at(step)}; steps in that folder: {there}")
         return self.at(step)
 
     def record(self, step: int) -> CheckpointRecord:
-        """A ValueError says why it can't be read."""
+        """The record of the checkpoint of `step`; a ValueError says why it can't be read."""
         record = read_record(self.at(step), self._sign_key)
         if record.step != step:
             raise ValueError(f"'{self.at(step)}' holds the checkpoint of step {record.step}: was the folder renamed?")
@@ -120,7 +120,7 @@ class CheckpointFolder:
         return content_problem(str(folder), stored) if isinstance(folder, Path) else _remote_problem(folder, stored)
 
     def best(self) -> int | None:
-        """The step with the lowest validation loss; the newest of several."""
+        """The step with the lowest validation loss; of several, the newest."""
         losses = {step: self._validation_loss(step) for step in self.steps()}
         known = [(loss, -step) for step, loss in losses.items() if loss is not None]
         return -min(known)[1] if known else None
@@ -143,7 +143,7 @@ class CheckpointFolder:
         shutil.rmtree(self._aside(record.step), ignore_errors=True)
 
     def remove(self, step: int) -> None:
-        """Rename it first, so that a kill during the removal leaves nothing that looks complete."""
+        """Remove a checkpoint, renamed first so that a kill during the removal leaves nothing that looks complete."""
         path = self.at(step)
         if isinstance(path, RemotePath) or isinstance(self.path, RemotePath):
             assert isinstance(path, RemotePath)
@@ -158,7 +158,7 @@ class CheckpointFolder:
         shutil.rmtree(removed)
 
     def clean(self) -> None:
-        """Remove what a killed run left behind; not while another process writes."""
+        """Remove what a killed run left behind; must not be called while another process writes."""
         if isinstance(self.path, RemotePath):
             for step in set(self.named_steps()) - set(self.steps()):
                 self.remove(step)

@@ -1,4 +1,4 @@
-"""metadata.json: which part of which tensor lies where in the files of a checkpoint.
+"""metadata.json: where each part of each tensor is stored in the files of a checkpoint.
 
 {"tensors": {NAME: {"dtype": "float32", "shape": [8, 4], "chunks": [[OFFSETS, SIZES, FILE, BEGIN], ...]}}}
 
@@ -81,7 +81,7 @@ def to_json(tensors: Mapping[str, TensorLayout]) -> str:
 def read_layout(folder: Path | RemotePath, file_sizes: Mapping[str, int]) -> Layout:
     """The layout in metadata.json; a ValueError unless every chunk lies inside its tensor and its file.
 
-    `file_sizes` are those of checkpoint.json, by name.
+    `file_sizes` holds the sizes in checkpoint.json, by file name.
     """
     path = folder / METADATA
     try:

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: `<run folder>/checkpoints/step-00000100`, complete or not there."""
+"""Checkpoints of a run: `<run folder>/checkpoints/step-00000100`, either complete or absent."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class CheckpointManager:
     """The checkpoints of one run, written and read by all of its ranks together; an error on one is raised on all.
 
     A checkpoint is a flat dict of tensors: `model.<name>` is a parameter or a persistent buffer,
-    `optimizer.<state>.<name>` the optimizer's state of a parameter, `random.<rank>` the random state of a rank as text.
-    `extra` is plain data of the caller in checkpoint.json; its `tokens_seen` and `validation_loss` have fields there.
-    The optimizer's settings (learning rate, betas, decay) are not saved: they come from the config, also when a run is
-    resumed. Model and optimizer hold finite values, or they are not saved and not loaded.
+    `optimizer.<state>.<name>` the optimizer state of a parameter, `random.<rank>` the random state of a rank as text.
+    `extra` is the caller's plain data, in checkpoint.json; its `tokens_seen` and `validation_loss` have fields there.
+    The optimizer's settings (learning rate, betas, decay) are not saved: they come from the config, even when a run is
+    resumed. A model or optimizer with non-finite values is neither saved nor loaded.
     """
 
     def __init__(
@@ -83,11 +83,11 @@ class CheckpointManager:
         return step % self.interval == 0 or step == last_step
 
     def latest(self, before: int | None = None) -> int | None:
-        """The step of the newest complete checkpoint, of all or of those before a step."""
+        """The step of the newest complete checkpoint, of all or only of those before a step."""
         return max((step for step in self._files.steps() if before is None or step < before), default=None)
 
     def remove_from(self, step: int) -> None:
-        """Remove the checkpoints of `step` and of later ones; for the first rank, while nothing is written."""
+        """Remove the checkpoints of `step` and later; only on the first rank, while nothing is being written."""
         for later in self._files.named_steps():
             if later >= step:
                 self._files.remove(later)
@@ -95,7 +95,7 @@ class CheckpointManager:
     # Writing.
 
     def refuse_unless_writable(self) -> None:
-        """A ValueError on all ranks, before the first step, if one can't write to a remote folder, or has another."""
+        """Raise a ValueError on all ranks, before the first step, if one can't write to a remote folder or see it."""
         if not isinstance(self.folder, RemotePath):
             return
         folder, ranks = self.folder, Ranks()
@@ -141,7 +141,7 @@ class CheckpointManager:
             pending.result()
 
     def close(self) -> None:
-        """Let the background finish; an error there is only shown, as another one may be on its way already."""
+        """Let the background finish; an error there is only shown, as another one may already be propagating."""
         try:
             self.wait()
         except Exception as error:
@@ -150,7 +150,7 @@ class CheckpointManager:
             self._background.shutdown()
 
     def _joined_ranks(self) -> Ranks:
-        """All ranks, with a separate group if the background communicates at the same time as the training."""
+        """All ranks, with a separate group if the background communicates at the same time as training."""
         if self._ranks is None:
             separate = self._background is not None and dist.is_initialized()
             self._ranks = Ranks(dist.new_group(backend="gloo") if separate else None)
@@ -178,9 +178,9 @@ class CheckpointManager:
             ) from error
 
     def _not_finite(self, tensors: Mapping[str, Tensor], ranks: Ranks) -> str:
-        """Which tensor has an infinity or a NaN in the part of some rank, in words, the same on all ranks; or "".
+        """A phrase that names a tensor with an infinity or a NaN on any rank, the same on all ranks; or "".
 
-        Tensors on the meta device are made later, and checked then.
+        Tensors on the meta device are materialized later, and checked then.
         """
         real = [(name, tensor) for name, tensor in tensors.items() if tensor.device.type != "meta"]
         by_rank = ranks.gather(lambda: non_finite_names(real))
@@ -204,7 +204,7 @@ class CheckpointManager:
     # Reading.
 
     def open(self, step: int) -> StoredCheckpoint:
-        """The files of the checkpoint of `step`, all of which have their checksums; a ValueError if it is damaged."""
+        """Open the checkpoint of `step` after verifying the checksums of all files; a ValueError if it is damaged."""
         ranks = Ranks()
         ranks.first(lambda: self._files.complete(step))
         checkpoint, problems = self._verified(step, ranks)
@@ -221,8 +221,8 @@ class CheckpointManager:
     ) -> dict[str, Any]:
         """Load the model, and the optimizer if there is one, in place from `step`; returns the checkpoint's `extra`.
 
-        `tensors_of` says what of the model is loaded: all that `save` writes of it, or its base alone. A checkpoint
-        that is damaged or of another model raises a ValueError before anything is changed.
+        `tensors_of` selects the model's tensors to load: all that `save` writes, or its base alone. A checkpoint that
+        is damaged or of another model raises a ValueError before anything is changed.
         """
         ranks = Ranks()
         extra, not_finite = self._load(self.open(step), model, optimizer, ranks, tensors_of=tensors_of)
@@ -237,10 +237,10 @@ class CheckpointManager:
         check: Callable[[int, dict[str, Any]], None] = lambda step, extra: None,
         pass_over: int = 0,
     ) -> tuple[int, dict[str, Any]] | None:
-        """Load the newest checkpoint that is intact and finite: its step and `extra`; None if there is none at all.
+        """Load the newest intact and finite checkpoint; returns its step and `extra`, None if there are no checkpoints.
 
-        `check` may refuse these two by a ValueError, before anything is changed. The newest `pass_over` checkpoints are
-        not looked at, as long as there are others.
+        `check` may reject these two with a ValueError before anything is changed. The newest `pass_over` checkpoints
+        are skipped, as long as there are others.
         """
         ranks = Ranks()
         passed: list[str] = []
@@ -265,7 +265,7 @@ class CheckpointManager:
         return None
 
     def restore_random(self, step: int, seed: int) -> None:
-        """Restore this rank's random state of `step`, or seed it anew if the number of ranks has changed."""
+        """Restore this rank's random state of `step`, or reseed it if the number of ranks has changed."""
         ranks = Ranks()
         record = self._files.record(step)
         if record.num_ranks != ranks.size:
@@ -308,7 +308,7 @@ class CheckpointManager:
         extra: dict[str, Any] = {}
         of_optimizer: dict[str, Tensor] = {}
 
-        # Of a model in pipeline stages, each rank has a part.
+        # With pipeline stages, each rank has only some of the model's tensors.
         everywhere = {name for names in ranks.gather(lambda: list(tensors)) for name in names}
 
         def check() -> None:
@@ -377,7 +377,7 @@ class CheckpointManager:
 
 
 def as_plain_data(extra: dict[str, Any]) -> dict[str, Any]:
-    """As JSON returns it, which has no tensors and makes lists of tuples."""
+    """Round-trip `extra` through JSON, which has no tensors and turns tuples into lists."""
     try:
         plain: dict[str, Any] = json.loads(json.dumps(extra))
     except TypeError as error:
@@ -386,5 +386,5 @@ def as_plain_data(extra: dict[str, Any]) -> dict[str, Any]:
 
 
 def _ignore_warning_about_one_process() -> None:
-    # Never restored: warning filters belong to all threads, and restoring them in one would change another's.
+    # Never restored: all threads share the warning filters, and restoring them in one would change another's.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -1,7 +1,7 @@
-"""Read pickles without running them: a fixed set of instructions, and names that stand for functions of ours.
+"""Read pickles without running them: a fixed set of opcodes, and a table that maps names to our own functions.
 
-Python's own unpickler calls whatever a pickle names. Here a name is looked up in a table that the caller gives, so that
-a pickle can make plain data, and objects that do nothing but hold attributes. Free of torch.
+Python's own unpickler calls whatever a pickle names. Here each name is looked up in a table from the caller, so that a
+pickle can only build plain data, and objects that do nothing but hold attributes. Free of torch.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ _INSTRUCTIONS = (
 
 
 class Held:
-    """An object of a class that a pickle names: nothing but its attributes."""
+    """Stand-in for an object of a class that a pickle names: it only holds attributes."""
 
     state: Any = None
-    """What the pickle sets its state to."""
+    """The state that the pickle sets."""
 
     def get(self, name: str) -> Any:
         return self.state.get(name) if isinstance(self.state, dict) else None
 
 
 Maker = Callable[..., Any] | type[Held] | object
-"""What a name stands for: a function of ours, a class of held objects, or a value."""
+"""What a name maps to: one of our functions, a subclass of Held, or a value."""
 
 
 def read_pickle(
     content: bytes, names: Mapping[str, Maker], of_persistent_id: Callable[[Any], Any] | None = None
 ) -> Any:
-    """The data in a pickle; a ValueError for an instruction or a name that is not among the allowed ones."""
+    """The data in a pickle; a ValueError for an opcode or a name that is not allowed."""
     try:
         return _Reader(io.BytesIO(content), names, of_persistent_id).load()
     except ValueError as error:
         raise ValueError(_one_line(error)) from None
-    except Exception as error:  # whatever a stack of the wrong types leads to
+    except Exception as error:  # from values of the wrong types on the stack
         raise ValueError(f"not a pickle of the expected kind ({type(error).__name__})") from None
 
 
@@ -51,7 +51,7 @@ def _one_line(error: ValueError) -> str:
     return str(error).partition("\n")[0] or "not a pickle of the expected kind"
 
 
-# Written in Python in the standard library, so that each instruction can be replaced or taken away.
+# The standard library's unpickler in pure Python, so that the handler of each opcode can be replaced or removed.
 class _Reader(pickle._Unpickler):
     stack: list[Any]
     append: Callable[[Any], None]

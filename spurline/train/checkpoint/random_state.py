@@ -15,7 +15,7 @@ from spurline.untrusted import parse_json
 
 
 def random_state() -> Tensor:
-    """The states of the generators of Python, numpy, torch and, if there is one, the accelerator: JSON as bytes."""
+    """The generator states of Python, NumPy, torch and, if there is one, the accelerator, as bytes of JSON."""
     kind, keys, *rest = np.random.get_state()
     state = {
         "python": random.getstate(),

@@ -19,17 +19,17 @@ class DiskError(ValueError):
 
 
 class Ranks:
-    """All ranks of the run, or this process alone where no group was started."""
+    """All ranks of the run, or this process alone if torch.distributed is not initialized."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        """`group` has all ranks; the default group unless another thread uses it at the same time."""
+        """`group` contains all ranks; pass one if another thread uses the default group at the same time."""
         joined = dist.is_initialized()
         self.group = group
         self.size = dist.get_world_size(group) if joined else 1
         self.rank = dist.get_rank(group) if joined else 0
 
     def gather(self, call: Callable[[], T]) -> list[T]:
-        """The results of the call on each rank, by rank, on all ranks; an error on one rank is raised on all."""
+        """Make the call on every rank and return all results, by rank; an error on one rank is raised on all."""
         value: T | None = None
         error: Exception | None = None
         try:
@@ -48,7 +48,7 @@ class Ranks:
         return [value for value, _ in gathered]
 
     def first(self, call: Callable[[], T]) -> T:
-        """The result of the call on the first rank, on all ranks; only the first one makes it, the others wait."""
+        """Make the call on the first rank only, while the others wait, and return its result on all ranks."""
         return cast(T, self.gather(call if self.rank == 0 else lambda: None)[0])
 
     def raise_failure(self, failed: CheckpointException) -> NoReturn:
@@ -69,7 +69,7 @@ class Ranks:
 
 
 def _picklable(error: Exception) -> tuple[Exception, str]:
-    """The error and its trace as types that can be pickled, which not every exception can."""
+    """The error and its traceback as types that can be pickled, which not every exception can."""
     trace = "".join(traceback.format_exception(error))
     if isinstance(error, OSError):
         return OSError(error.errno, error.strerror or str(error), error.filename), trace

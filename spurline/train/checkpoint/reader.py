@@ -1,6 +1,6 @@
 """Read the tensors of a checkpoint, of this version or of version 1: bytes and plain data, nothing that could run.
 
-Call `StoredCheckpoint` only for files that were compared with their checksums.
+Use `StoredCheckpoint` only for files whose checksums were verified.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _planner() -> dcp.DefaultLoadPlanner:
 
 
 class _Reader(dcp.StorageReader):
-    """Gives torch.distributed.checkpoint, which plans who reads what, the layout and then the bytes."""
+    """Supplies the layout and then the bytes to torch.distributed.checkpoint, which plans which rank reads what."""
 
     def __init__(self, checkpoint: StoredCheckpoint) -> None:
         self._checkpoint = checkpoint

@@ -1,4 +1,4 @@
-"""checkpoint.json: what a checkpoint is of, and the size and checksum of each of its files. Free of torch."""
+"""checkpoint.json: what a checkpoint contains, and the size and checksum of each of its files. Free of torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from spurline.untrusted import read_json, reason
 
 RECORD = "checkpoint.json"
 VERSION = 2
-"""Version 1 had pickles of torch.distributed.checkpoint; it is still read (version1.py)."""
+"""Version 1 used the pickles of torch.distributed.checkpoint; it can still be read (version1.py)."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class CheckpointRecord:
     """The model's config."""
     files: list[StoredFile]
     extra: dict[str, Any] | None = field(default=None, metadata=ADDED_LATER)
-    """Plain data of the caller; in version 1 it is in a file of its own."""
+    """The caller's plain data; in version 1 it is in a separate file."""
     version: int = VERSION
 
     @property
@@ -47,7 +47,7 @@ class CheckpointRecord:
 
 
 def write_record(folder: Path | RemotePath, record: CheckpointRecord, sign_key: bytes | None = None) -> None:
-    """Write it into the temporary folder of a checkpoint, which is published as a whole."""
+    """Write the record into the temporary folder of a checkpoint, which is then published."""
     content, path = dataclasses.asdict(record), folder / RECORD
     signed = {"hmac_sha256": signature(_canonical(content), sign_key)} if sign_key else {}
     stored = {"sha256": _sha256(content), **signed, "checkpoint": content}

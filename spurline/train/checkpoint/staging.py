@@ -1,4 +1,4 @@
-"""Copies of a state in host memory, from which a checkpoint is written while training goes on."""
+"""Copies of a state in host memory, from which a checkpoint is written while training continues."""
 
 from __future__ import annotations
 

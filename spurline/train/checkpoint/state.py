@@ -1,4 +1,4 @@
-"""What of a model and its optimizer is in a checkpoint."""
+"""Which tensors of a model and its optimizer are in a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from spurline.train.checkpoint.layout import TensorLayout
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers; of a model with adapters, those alone."""
+    """Parameters and persistent buffers; for a model with adapters, only the adapters."""
     tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     return {name: tensor for name, tensor in tensors.items() if is_adapter(name)} or tensors
 
 
 def base_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers without the adapters: what a model without any has."""
+    """Parameters and persistent buffers except adapters: those of the base model."""
     return {f"model.{name}": tensor for name, tensor in model.state_dict().items() if not is_adapter(name)}
 
 
@@ -35,7 +35,7 @@ def empty_optimizer_tensors(
 ) -> dict[str, Tensor]:
     """Empty tensors for the saved optimizer state; a new optimizer has no state before its first step.
 
-    State of parameters that only other ranks have, `elsewhere`, is theirs to load.
+    State of parameters that are in `elsewhere` but not in `model` is left to the ranks that have them.
     """
     parameters = dict(model.named_parameters())
     empty = {}

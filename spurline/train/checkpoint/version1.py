@@ -53,7 +53,7 @@ class _Info(Held):
 
 
 def _ignored(*arguments: Any) -> None:
-    """Stands for what is in the files and not needed: layouts, memory formats, the path of the temporary folder."""
+    """Stand-in for unneeded content of the files: layouts, memory formats, the path of the temporary folder."""
 
 
 def _size(values: Any = ()) -> tuple[int, ...]:
@@ -95,7 +95,7 @@ _STORAGES = {
 
 
 def read_layout(folder: Path | RemotePath, file_sizes: Mapping[str, int]) -> Layout:
-    """The layout in .metadata; a ValueError unless all of it lies inside of tensors and files."""
+    """The layout in .metadata; a ValueError unless every chunk lies inside its tensor and its file."""
     path = folder / METADATA
     try:
         layout = _layout(read_pickle(read_bytes(path), _METADATA_NAMES))
@@ -191,7 +191,7 @@ def _read_object(folder: Path | RemotePath, layout: Layout, name: str) -> Any:
         raise ValueError(f"'{folder}' is damaged: it has no {name!r}")
     place = layout.objects[name]
     stored = _read_saved(folder, place, _OBJECT_NAMES)
-    # They are stored in tuples of one.
+    # Objects are stored in tuples of one.
     if type(stored) is not tuple or len(stored) != 1:
         raise ValueError(f"'{folder / place.file}' is damaged: {name!r} in it is not valid")
     return stored[0]

@@ -1,7 +1,7 @@
 """Write tensors as plain bytes, computing the checksum of each file while it is written.
 
-torch.distributed.checkpoint plans who writes which part; what is written is ours: rank-00000-00000.tensors holds the
-bytes of one tensor after the other, and metadata.json says where each is (layout.py).
+torch.distributed.checkpoint plans which rank writes which part; the format is ours: rank-00000-00000.tensors holds the
+bytes of one tensor after another, and metadata.json says where each is (layout.py).
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _bytes_of(tensor: Any) -> memoryview:
 
 
 class ChecksummedStream:
-    """A new file that is written from its beginning to its end."""
+    """A new file that is written sequentially, with a running checksum."""
 
     def __init__(self, folder: Path | RemotePath, name: str) -> None:
         self.name = name
@@ -120,7 +120,7 @@ class ChecksummedStream:
             rest = rest[self._file.write(rest) :]
 
     def finish(self) -> StoredFile:
-        """Flush the file to the disk, or to where it is stored."""
+        """Flush the file to the disk or the remote store, and close it."""
         with self._file:
             if self._is_local:
                 os.fsync(self._file.fileno())

@@ -1,8 +1,8 @@
-"""expert_load.bin: the load of many experts in few bytes, beside metrics.jsonl. Free of torch.
+"""expert_load.bin: the load of many experts in few bytes, next to metrics.jsonl. Free of torch.
 
 A first line of JSON, {"layers": {"layers.1.moe": 256, ...}}, then for each logged step a little-endian record: the step
-(8 bytes) and the rows of each expert of each layer in that order (4 bytes each). As records have one size, the file can
-be read from any step on without reading what is before.
+(8 bytes) and the rows of each expert of each layer in that order (4 bytes each). All records have the same size, so the
+file can be read from any step on without reading what comes before.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from spurline.untrusted import open_regular, parse_json, reason
 
 EXPERT_LOAD_FILE = "expert_load.bin"
 LARGE = 4096
-"""Up to this many experts of all layers together, the load is in metrics.jsonl itself."""
+"""Up to this many experts in all layers together, the load is in metrics.jsonl itself."""
 MAX_HEADER_BYTES, MAX_EXPERTS = 2**22, 2**24
 
 
 class ExpertLoadWriter:
-    """Appends records; makes the file with the first one."""
+    """Appends records; creates the file with the first one."""
 
     def __init__(self, folder: str | os.PathLike[str], resume_from_step: int | None = None) -> None:
         self._path = Path(folder) / EXPERT_LOAD_FILE
@@ -38,7 +38,7 @@ class ExpertLoadWriter:
             self._resume(resume_from_step)
 
     def _resume(self, step: int) -> None:
-        """Keep the records of steps up to `step`; a file that can't be read is started anew."""
+        """Keep the records of steps up to `step`; a file that can't be read is replaced."""
         try:
             stored = ExpertLoads(self._path)
         except ValueError:
@@ -47,7 +47,7 @@ class ExpertLoadWriter:
         later = np.flatnonzero(stored.step_N > step)
         end = stored.offset_of(int(later[0]) if len(later) else len(stored.step_N))
         self._layers = stored.layers
-        del stored, later  # the file can't be cut while it is mapped on every system
+        del stored, later  # some systems can't truncate a file while it is mapped
         os.truncate(self._path, end)
 
     def write(self, step: int, loads: Mapping[str, Sequence[float]]) -> None:
@@ -69,7 +69,7 @@ class ExpertLoadWriter:
 
 
 class ExpertLoads:
-    """The records of a file, mapped into memory; a record that is not complete does not count."""
+    """The records of a file, mapped into memory; an incomplete record is ignored."""
 
     def __init__(self, path: Path) -> None:
         """A ValueError names the file and what is wrong with it."""
@@ -105,7 +105,7 @@ class ExpertLoads:
 
 
 class LoadsOfStep(Mapping[str, npt.NDArray[np.uint32]]):
-    """The rows of each expert by layer, made when they are asked for."""
+    """The rows of each expert by layer, sliced on access."""
 
     def __init__(self, slices: dict[str, slice], rows: npt.NDArray[np.uint32]) -> None:
         self._slices, self._rows = slices, rows

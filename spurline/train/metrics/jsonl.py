@@ -78,7 +78,7 @@ def _to_json(value: Any) -> Any:
 def drop_lines_after(path: Path, step: int) -> None:
     """Keep the lines of steps up to `step`, reading one line at a time.
 
-    Nearly always the lines to drop are the last ones, and the file is cut there, which needs no space on the disk.
+    Nearly always the lines to drop are the last ones, and the file is truncated there, which needs no disk space.
     """
     kept_bytes, last_kept_end, position = 0, 0, 0
     last_kept = b"\n"

@@ -1,4 +1,4 @@
-"""Log a step: complete its metrics, write them, show them, and warn of what looks wrong."""
+"""Log a step: complete its metrics, write them, show them, and warn about what looks wrong."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class MetricsLogger:
         self.throughput = Throughput()
 
     def log(self, metrics: StepMetrics, held_out: Validation | None) -> float:
-        """Read the metrics of a step, which all ranks do together, and hand them on; returns the loss."""
+        """Read the metrics of a step, all ranks together, then check, write and show them; returns the loss."""
         record = self._record(metrics, held_out)
         if warnings := self._health.check(record):
             record["warnings"] = warnings
@@ -84,7 +84,7 @@ class MetricsLogger:
 
 
 def compute_rate(tokens_per_second: float, flops_per_token: float, peak_flops: float | None) -> dict[str, float]:
-    """The model's floating-point operations a second, and their share of `peak_flops` (of all ranks) where known."""
+    """The model's FLOPs per second, and their share of `peak_flops` (of all ranks) if known."""
     rate = tokens_per_second * flops_per_token
     return {"flops_per_second": rate} | ({"mfu": rate / peak_flops} if peak_flops else {})
 
@@ -96,7 +96,7 @@ class PaddedRows:
         self._before = counters().get(_PADDING, 0)
 
     def read(self) -> dict[str, Any]:
-        """Those since the last reading; empty where none were counted."""
+        """The rows since the last call; empty if none were counted."""
         now = counters().get(_PADDING)
         if now is None:
             return {}

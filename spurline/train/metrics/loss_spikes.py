@@ -1,4 +1,4 @@
-"""Whether the loss has jumped, and whether it stays there. Free of torch."""
+"""Detect whether the loss has jumped, and whether it stays there. Free of torch."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from collections import deque
 from typing import NamedTuple
 
 WINDOW = 50
-"""Values that the usual loss is taken from."""
+"""The number of values that the usual loss is computed from."""
 FEWEST = 20
-"""Values without which nothing is unusual."""
+"""With fewer values than this, nothing is a spike."""
 
 
 class UsualLoss:
-    """The last values of the loss, without its spikes."""
+    """The most recent values of the loss, without spikes."""
 
     def __init__(self, window: int = WINDOW, fewest: int = FEWEST) -> None:
         self.usual = math.nan
-        """The mean of the values before the last one."""
+        """The mean of the values before the last one, or that one itself while there are too few."""
         self._losses: deque[float] = deque(maxlen=window)
         self._fewest = fewest
 
     def is_spike(self, loss: float) -> bool:
-        """Whether the next value is six standard deviations and a tenth above the usual; spikes do not become usual."""
+        """Whether the next value is both six standard deviations and 10% above the usual; spikes are not kept."""
         spikes = False
         self.usual = loss
         if len(self._losses) >= self._fewest:
@@ -36,23 +36,23 @@ class UsualLoss:
 
 class LossSpike(NamedTuple):
     first_step: int
-    """The logged step with which it began."""
+    """The logged step at which it began."""
     loss: float
     usual: float
 
 
 class LossSpikes:
-    """Follows the loss of logged steps and finds spikes that last."""
+    """Tracks the loss of logged steps and finds spikes that last."""
 
     def __init__(self, patience: int, window: int = WINDOW, fewest: int = FEWEST) -> None:
-        """`patience`: logged steps in a row that make a spike one that lasts."""
+        """`patience`: how many logged steps in a row a spike must last."""
         self._usual = UsualLoss(window, fewest)
         self._patience = patience
         self._in_a_row: list[LossSpike] = []
 
     def add(self, step: int, loss: float) -> LossSpike | None:
-        """Add a logged step; returns a spike that has lasted with it, once."""
-        if not math.isfinite(loss):  # a bad step, which is somebody else's matter
+        """Add a logged step; returns the spike, once, when it has lasted for `patience` steps."""
+        if not math.isfinite(loss):  # a bad step, which is handled elsewhere
             return None
         if not self._usual.is_spike(loss):
             self._in_a_row = []
@@ -61,5 +61,5 @@ class LossSpikes:
         return self._in_a_row[0] if len(self._in_a_row) == self._patience else None
 
     def forget(self) -> None:
-        """The steps of the spike are taken back."""
+        """Forget the current spike, whose steps are rolled back."""
         self._in_a_row = []

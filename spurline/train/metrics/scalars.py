@@ -7,7 +7,7 @@ from typing import Any
 
 
 def scalars(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """The numbers in a record but its step, each under its path: ("routing/layers.1.moe/load", 1.2)."""
+    """The numbers in a record except its step, each under its path: ("routing/layers.1.moe/load", 1.2)."""
     for key, value in record.items():
         if isinstance(value, Mapping):
             yield from scalars(value, f"{prefix}{key}/")

@@ -15,7 +15,7 @@ from spurline.train.metrics.tally import StepTally
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """The metrics of the step that was taken last, with those that the modules of the model offer."""
+    """The metrics of the last step, with those that the model's modules offer."""
 
     step: int
     lr: float
@@ -26,18 +26,18 @@ class StepMetrics:
     model: nn.Module = field(repr=False)
     tally: StepTally = field(repr=False)
     meshes: Meshes | None
-    """The ranks that metrics are reduced over; None if there is one."""
+    """The ranks that metrics are reduced over; None for a single rank."""
 
     def read(self) -> dict[str, Any]:
         """Reduce all metrics over the ranks and copy them to the host: all ranks together, before the next step.
 
-        The keys of MoE layers are there without MoE layers too. A step since the last reading, this one or an earlier
-        one, that was not finite is reported, by a ValueError if the run is to stop.
+        The keys of MoE layers are present even without MoE layers. Non-finite steps since the last host read, this one
+        included, are reported, by a ValueError if the run is to stop.
         """
         own = {"loss": Metric(self.loss, "same"), "grad_norm": Metric(self.grad_norm, "same")}
         offered = [*(Offered(name, "", metric) for name, metric in own.items()), *collect_metrics(self.model)]
         meshes = self.meshes
-        # Those of a pipeline's other stages are of other modules.
+        # Other pipeline stages have other modules, and so other metrics.
         reduced = reduce_metrics([*offered, *self.tally.offered()], None if meshes is None else meshes.stage_group)
         record = reduced.read()
         if meshes is not None and meshes.pp is not None:

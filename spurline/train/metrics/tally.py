@@ -1,4 +1,4 @@
-"""What steps have done that the host has not read yet. W bad steps are remembered one by one."""
+"""Results of steps that the host has not read yet. The first W bad steps are kept one by one."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class FailedStep(NamedTuple):
 
 
 class StepTally:
-    """Counts tokens and remembers steps that were not finite, on the device until it is read.
+    """Counts tokens and records non-finite steps, on the device until the host reads them.
 
-    A step that is not finite changes nothing: its update is masked. The host learns of it with the next reading: at the
-    latest with the next step that is logged, and before a checkpoint is written.
+    A non-finite step changes nothing: its update is masked. The host learns of it with the next read: at the latest at
+    the next logged step, and before a checkpoint is written.
     """
 
     def __init__(self, device: torch.device, report: Callable[[list[FailedStep], int, int], None]) -> None:
-        """`report` is called with a reading that has bad steps: the first of them, how many, and how many in a row."""
+        """`report` is called after a read with bad steps: the first of them, how many, and how many in a row."""
         self.tokens_seen = 0
-        """Tokens of all steps up to the last reading."""
+        """Tokens of all steps up to the last host read."""
         self._report = report
         self._num_tokens = torch.zeros((), dtype=torch.int64, device=device)
         self._failed_W3 = torch.zeros(_W, 3, device=device)  # step, loss, gradient norm
@@ -54,7 +54,7 @@ class StepTally:
         return failed.float()
 
     def offered(self) -> list[Offered]:
-        """For a reading together with other metrics, whose record goes to `take`."""
+        """The counters as metrics, to be read along with others; pass the record to `take`."""
         own = {
             _TOKENS: self._num_tokens,
             _FAILED: self._failed_W3,
@@ -64,7 +64,7 @@ class StepTally:
         return [Offered(name, "", Metric(value, "same")) for name, value in own.items()]
 
     def take(self, record: dict[str, Any]) -> None:
-        """Take out of a record what `offered` put in, and begin anew; bad steps are reported."""
+        """Remove from a record what `offered` added, reset the counters, and report bad steps."""
         read = record.pop("tally")
         self.tokens_seen += read["tokens"]
         self._num_tokens.zero_()
@@ -76,7 +76,7 @@ class StepTally:
             self._report(failed, num_failed, read["in_a_row"])
 
     def read(self) -> None:
-        """Read what there is, in one copy."""
+        """Read the counters alone, in one copy to the host."""
         self.take(reduce_metrics(self.offered()).read())
 
 

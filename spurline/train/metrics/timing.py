@@ -1,6 +1,6 @@
 """Where the time of a step goes: its phases and, within a phase, the parts of MoE layers.
 
-Every moment counts for one part, the innermost, so that the parts add up to the step.
+Every moment counts toward the innermost part only, so that the parts add up to the step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _REST_OF_PHASE = ""
 
 
 class StepTimer:
-    """Measures the seconds of steps, phases and parts, with two readings of the clock for each.
+    """Measures the seconds of steps, phases and parts, with two clock reads for each.
 
         with timer.step():
             with timer.phase("forward"):
@@ -41,12 +41,12 @@ class StepTimer:
         self._clock: Callable[[], Any] = clock
         if device is not None and device.type != "cpu":
             self._clock = partial(_record_event, device)
-        self._marks: list[tuple[Any, str]] = []  # moments, each with what begins then
+        self._marks: list[tuple[Any, str]] = []  # times, each with the part that begins then
         self._active: list[str] = []  # the phase, then its parts, the innermost last
         self._in_step = False
         self._seconds: dict[str, float] = {}
         self._num_steps = 0
-        self._unread: deque[list[tuple[Any, str]]] = deque()  # steps whose events may still be ahead of the device
+        self._unread: deque[list[tuple[Any, str]]] = deque()  # steps whose events may not have completed yet
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -79,7 +79,7 @@ class StepTimer:
 
     @property
     def current(self) -> str:
-        """The phase that is under way and its innermost part, such as `forward.experts`; readable in any thread."""
+        """The current phase and its innermost part, such as `forward.experts`; can be read from any thread."""
         return ".".join(name for name in self._active if name != _REST_OF_PHASE)
 
     def enter(self, part: str) -> None:
@@ -136,15 +136,15 @@ def _seconds_between(start: Any, end: Any) -> float:
 def watch_layers(model: nn.Module, timer: StepTimer) -> None:
     """Time the parts of a model's MoE layers with `timer`, in forward and backward passes.
 
-    `experts` are the routed experts; `exchange` is the rest of the layer except the shared experts: gate, plan, and
-    rows to the experts and back (rows that experts gather themselves count for the experts). Not for compiled models,
-    where the hooks would be traced.
+    `experts` are the routed experts; `exchange` is the rest of the layer except the shared experts: gate, plan,
+    dispatch and combine (rows that experts gather themselves count for the experts). Not for compiled models, where the
+    hooks would be traced.
     """
-    # Where all before a layer is frozen, its backward ends with its weights: that is no reason to warn.
+    # If everything before a layer is frozen, its input requires no gradient: torch's warning about that is expected.
     warnings.filterwarnings("ignore", message="Full backward hook is firing")
     for block in blocks_of(model):
         for child in block.children():
-            # Of others only the forward: a backward pass may recompute a whole block from within its MoE layer.
+            # For others, only the forward: a backward pass may recompute a full block from within its MoE layer.
             _watch_forward(child, "exchange" if isinstance(child, MoE) else _REST_OF_PHASE, timer)
             if isinstance(child, MoE):
                 _watch_backward(child, "exchange", timer)
@@ -157,7 +157,7 @@ def watch_layers(model: nn.Module, timer: StepTimer) -> None:
 
 def _watch_forward(module: nn.Module, part: str, timer: StepTimer) -> None:
     module.register_forward_pre_hook(lambda *_: timer.enter(part))
-    # always_call: recomputation leaves a forward by an exception as soon as it has what it needs.
+    # always_call: recomputation leaves a forward with an exception as soon as it has what it needs.
     module.register_forward_hook(lambda *_: timer.leave(part), always_call=True)
 
 
@@ -168,7 +168,7 @@ def _watch_backward(module: nn.Module, part: str, timer: StepTimer) -> None:
 
 
 def _watch_backward_of_experts(experts: nn.Module, timer: StepTimer) -> None:
-    """The same for experts, which take and return Rows: module hooks for backward passes know tensors only."""
+    """The same for experts, which take and return Rows: backward hooks of modules support only tensors."""
     enter, leave = partial(timer.enter, "experts"), partial(timer.leave, "experts")
 
     def mark_input(module: nn.Module, args: tuple[Rows]) -> tuple[Rows] | None:

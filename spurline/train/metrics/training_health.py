@@ -15,7 +15,7 @@ from spurline.train.metrics.loss_spikes import UsualLoss
 DEAD_STEPS = 100
 """An expert is dead if it got no row in any record of this many steps."""
 PATIENCE = 20
-"""Records over which a condition of routing or data must hold: short episodes are normal, above all at the start."""
+"""Records over which a condition of routing or data must hold: short episodes are normal, mostly at the start."""
 LOW_ENTROPY = 0.5
 NEAR_LARGEST_LOAD = 0.9
 DATA_BOUND = 0.2

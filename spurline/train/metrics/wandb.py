@@ -13,7 +13,7 @@ from spurline.train.metrics.scalars import scalars
 class WandbWriter:
     """Takes the same records as JsonlWriter. A resumed run continues under its old id.
 
-    W&B accepts each step once, so what it has of steps after the checkpoint stays as it is.
+    W&B accepts each step once, so its values for steps after the checkpoint stay as they are.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Where the metrics of a run are written: metrics.jsonl, and others if they are asked for. Free of torch."""
+"""Where the metrics of a run are written: metrics.jsonl, and others if enabled. Free of torch."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Writer(Protocol):
 
 
 class AllWriters:
-    """Passes each record to several writers; metrics.jsonl is first, so that it has what another one fails on.
+    """Passes each record to several writers; metrics.jsonl is first, so that it gets records on which another fails.
 
-    A full disk, or another one of its errors, costs the metrics of a step and not the run: it is said once, and once
-    when writing works again.
+    A full disk, or another disk error, costs the metrics of a step but not the run: it is reported once, and again
+    when writing works.
     """
 
     def __init__(self, writers: list[Writer], say: Callable[[str], None] = lambda line: None) -> None:
@@ -74,7 +74,7 @@ def open_writers(
     if not enabled:
         return AllWriters([])
     writers: list[Writer] = []
-    if metrics.wandb != "off":  # first, as it may be refused, and nothing should be written then
+    if metrics.wandb != "off":  # opened first: if it fails, nothing should have been written
         from spurline.train.metrics.wandb import WandbWriter
 
         writers.append(WandbWriter(folder, metrics.wandb, metrics.wandb_project, run_config, resume_from_step))

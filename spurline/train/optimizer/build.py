@@ -12,7 +12,7 @@ from spurline.train.optimizer.groups import parameter_groups
 from spurline.train.optimizer.muon import Muon
 
 STATE = {"adamw": {"step", "exp_avg", "exp_avg_sq"}, "muon": {"momentum_buffer"}}
-"""What each optimizer keeps for a parameter."""
+"""The state that each optimizer keeps for a parameter."""
 
 
 def build_optimizer(model: nn.Module, config: Optimizer) -> torch.optim.Optimizer:
@@ -22,7 +22,7 @@ def build_optimizer(model: nn.Module, config: Optimizer) -> torch.optim.Optimize
         groups.setdefault(group["optimizer"], []).append(group)
     made: list[torch.optim.Optimizer] = []
     if of_adamw := groups.get("adamw"):
-        # Left to itself, torch updates CPU parameters one small operation at a time, many times slower.
+        # By default, torch updates CPU parameters one small operation at a time, many times slower.
         fused_devices = _get_fused_kernels_supported_devices()
         fused = all(p.device.type in fused_devices for group in of_adamw for p in group["params"])
         made.append(torch.optim.AdamW(of_adamw, fused=fused))

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 @torch.no_grad()
 def gradient_norms(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """The norms (P,) of this rank's parts of all gradients that there are, in the order of the parameters."""
+    """The norms (P,) of this rank's shards of all gradients that exist, in the order of the parameters."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     parts = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
     return torch.stack(torch._foreach_norm(parts)) if parts else torch.zeros(0)
@@ -30,9 +30,9 @@ def clip_gradients(
     """Scale all gradients so that their joint norm is at most `max_norm` (0: leave them), and return the norm before.
 
     Gradients that are sharded over the ranks of `group` count in full, and the norm is the same on all of them. A norm
-    that isn't finite is returned, not raised: the caller decides what to do about such a step. `norms_P` are their
-    `gradient_norms`, if the caller has them already. If ranks have different parameters, as pipeline stages do,
-    num_sharers of them have the same ones; copies that other ranks count too are scaled here, but not counted.
+    that isn't finite is returned, not raised: the caller decides what to do about such a step. `norms_P` is the result
+    of `gradient_norms`, if the caller has it already. If ranks have different parameters, as pipeline stages do,
+    `num_sharers` of them have the same ones; those in `counted_elsewhere` are scaled here, but counted by other ranks.
     """
     parameters = list(parameters)
     with_gradients = [p for p in parameters if p.grad is not None]
@@ -44,7 +44,7 @@ def clip_gradients(
     if group is None:
         norm = torch.linalg.vector_norm(norms)
     else:
-        # A part that several ranks hold is counted by each of them.
+        # A replicated shard is counted by every rank that holds it.
         sharers = num_sharers or group.size()
         holders = tuple(
             math.inf if p in counted_elsewhere else sharers / _num_parts(g)
@@ -60,12 +60,12 @@ def clip_gradients(
 
 @lru_cache(maxsize=8)
 def _on_device(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Made once: copying a list to an accelerator makes the host wait."""
+    """Cached, because copying a list to an accelerator makes the host wait."""
     return torch.tensor(numbers, dtype=dtype, device=device)
 
 
 def _num_parts(gradient: Tensor) -> int:
-    """Into how many parts a gradient is cut."""
+    """The number of shards of a gradient."""
     assert isinstance(gradient, DTensor), "a gradient that no mesh knows of can't be counted"
     sizes = zip(gradient.placements, gradient.device_mesh.shape, strict=True)
     return math.prod(size for placement, size in sizes if not placement.is_replicate())

@@ -7,10 +7,10 @@ import torch
 
 
 class CombinedOptimizer(torch.optim.Optimizer):
-    """One optimizer made of several, each with parameters of its own.
+    """One optimizer made of several, each with its own parameters.
 
-    Parameter groups and state are the same objects here and in the parts. So whatever reads or sets those of a torch
-    optimizer (schedules, checkpoints, torch.distributed.checkpoint.state_dict) reaches all of them.
+    Parameter groups and state are the same objects here and in the parts. So whatever reads or sets them on a torch
+    optimizer (schedules, checkpoints, torch.distributed.checkpoint.state_dict) reaches all parts.
     """
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:

@@ -1,4 +1,4 @@
-"""Which parameter is updated by which optimizer, with which options: by the rules of the config, else by its kind."""
+"""Which optimizer updates each parameter, and with which options: by the rules of the config, else by its kind."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Kind(NamedTuple):
 def parameter_groups(model: nn.Module, config: Optimizer) -> list[dict[str, Any]]:
     """The trainable parameters, each in exactly one group, in the model's order.
 
-    Groups are as torch's optimizers take them, with two keys more: `optimizer` (adamw or muon) and `lr_factor`. Weight
-    decay is for whatever has two dims or more (embeddings, gates and stacked experts too), not for norms and biases,
-    unless a rule says otherwise. A ConfigError lists everything that is wrong with the rules.
+    Groups are in the format of torch's optimizers, with two extra keys: `optimizer` (adamw or muon) and `lr_factor`.
+    Weight decay applies to whatever has two dims or more (embeddings, gates and stacked experts too), not to norms and
+    biases, unless a rule says otherwise. A ConfigError lists everything that is wrong with the rules.
     """
     rules = config.rules
     hidden = hidden_matrices(model) if config.name == "muon" else set()
@@ -49,10 +49,10 @@ def parameter_groups(model: nn.Module, config: Optimizer) -> list[dict[str, Any]
 
 
 def hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
-    """The matrices of blocks, stacked experts too, save the gates of routers: what Muon is for.
+    """The matrices that Muon is for: those of blocks, including stacked experts, except the gates of routers.
 
-    Embeddings, output heads and gates are matrices as well, but their rows belong to tokens and experts, of which some
-    are rare: orthogonalized, these would move as far as the others. AdamW suits them better.
+    Embeddings, output heads and gates are matrices as well, but their rows belong to tokens and experts, some of them
+    rare: orthogonalization would move these as far as the others. AdamW suits them better.
     """
     layers = [module for module in model.modules() if isinstance(module, MoE)]
     gates = {p for layer in layers for p in layer.router.parameters()}

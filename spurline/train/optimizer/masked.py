@@ -1,4 +1,4 @@
-"""An optimizer step that is taken or not, as the device decides."""
+"""An optimizer step that the device can skip."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from spurline.train.optimizer.muon import Muon
 def step_unless(failed: Tensor, optimizer: torch.optim.Optimizer) -> None:
     """Take a step unless `failed`, a number on the device, is 1: then weights and state stay as they are.
 
-    The host does not learn which. An optimizer that can't be told so on its device costs a reading.
+    The host does not learn which. An optimizer that can't decide on its device costs a host read.
     """
     if _decides_on_device(optimizer):
         optimizer.found_inf = failed  # type: ignore[attr-defined]  # torch's name, of gradient scalers

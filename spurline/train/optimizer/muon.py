@@ -1,4 +1,4 @@
-"""Muon: momentum, orthogonalized; for matrices and stacks of matrices, whole or sharded."""
+"""Muon: orthogonalized momentum, for matrices and stacks of matrices, sharded or not."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -20,12 +20,12 @@ from spurline.train.optimizer.whole_matrices import (
 class Muon(torch.optim.Optimizer):
     """torch.optim.Muon for matrices (A, B) and stacks of them (E, A, B), also as DTensors.
 
-    On one rank a matrix is updated exactly as by torch.optim.Muon where ns_dtype is bfloat16, its only choice; a stack
-    as if each of its matrices were a parameter of its own. On many ranks, momentum, decay and update touch a rank's own
-    part; matrices that are cut are made whole for the orthogonalization (whole_matrices.py says what that costs).
+    On one rank a matrix is updated exactly as by torch.optim.Muon if ns_dtype is bfloat16, its only choice; a stack as
+    if each of its matrices were a parameter of its own. On many ranks, momentum, decay and update touch only the local
+    shard; sharded matrices are reassembled for the orthogonalization (whole_matrices.py says what that costs).
 
     ns_dtype is the dtype of the orthogonalization: bfloat16 is as good and much faster on accelerators, but slower than
-    float32 on most CPUs. None takes bfloat16 on accelerators and float32 on CPUs.
+    float32 on most CPUs. None selects bfloat16 on accelerators and float32 on CPUs.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def _update(self, parameters: list[Tensor], cuts: tuple[Cut, ...], group: dict[str, Any]) -> None:
-        """Update parameters that are shaped and cut alike."""
+        """Update parameters of the same shape and sharding."""
         directions = [self._direction(p, group["momentum"], group["nesterov"]) for p in parameters]
         parts_nab = directions[0] if len(directions) == 1 else torch.cat(directions)
         matrices_kAB = exchange_parts_for_matrices(parts_nab, cuts)
@@ -90,21 +90,21 @@ class Muon(torch.optim.Optimizer):
             part.add_(update.view_as(part), alpha=-scaled_lr)
 
     def _direction(self, parameter: Tensor, momentum: float, nesterov: bool) -> Tensor:
-        """Take this step's gradient into the momentum, and return what is to be orthogonalized, as a stack."""
+        """Update the momentum with this step's gradient, and return the direction to orthogonalize, as a stack."""
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         gradient, mean = _local_gradient(parameter), _local(state["momentum_buffer"])
         if (failed := self._failed()) is not None:
-            gradient = torch.where(failed, mean, gradient)  # which leaves the mean as it is
+            gradient = torch.where(failed, mean, gradient)  # which leaves the mean unchanged
         mean.lerp_(gradient, 1 - momentum)
         direction = gradient.lerp(mean, momentum) if nesterov else mean
-        # Cast before it is exchanged: what ranks send is as narrow as what they multiply.
+        # Cast before the exchange, so that ranks send the narrow dtype that they multiply in.
         direction = direction.to(self._dtype_on(direction.device))
         return direction if direction.ndim == 3 else direction.unsqueeze(0)
 
     def _failed(self) -> Tensor | None:
-        """On the device: whether this step is to change nothing. `found_inf` is what torch's own optimizers look at."""
+        """On the device: whether this step must change nothing. torch's own optimizers read `found_inf` too."""
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         return None if found_inf is None else found_inf > 0
 
@@ -115,10 +115,10 @@ class Muon(torch.optim.Optimizer):
 
 
 def batches_of(parameters: list[Tensor]) -> list[tuple[list[Tensor], tuple[Cut, ...]]]:
-    """Parameters to update together, with how they are cut; on all ranks the same, in the same order.
+    """Parameters to update together, with their cuts; the same on all ranks, in the same order.
 
-    Where matrices are cut, those of several parameters of one shape are exchanged together, until there is one for each
-    rank to work on. Where they are whole, each parameter is by itself, and nothing is copied.
+    If matrices are sharded, several parameters of one shape are exchanged together, until there is a matrix for each
+    rank to work on. If they are not, each parameter is a batch by itself, and nothing is copied.
     """
     batches: list[tuple[list[Tensor], tuple[Cut, ...]]] = []
     open_batches: dict[Any, list[Tensor]] = {}

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic iteration in Keller Jordan's Muon; torch.optim.Muon has the same."""
+"""Of the quintic iteration in Keller Jordan's Muon; torch.optim.Muon uses the same."""
 EPS = 1e-7
-"""The least norm that a matrix is divided by."""
+"""The smallest norm that a matrix is divided by."""
 
 
 def orthogonalize(x_nAB: Tensor, steps: int) -> Tensor:
     """Bring all singular values of each matrix close to 1: (n, A, B) -> (n, A, B), in the dtype of x.
 
-    The iteration multiplies from the shorter side, and batched: each step is three products of n matrices. It takes
-    singular values to about 0.7 to 1.2, not exactly to 1: that is enough for Muon, and faster.
+    The iteration multiplies on the shorter side, and batched: each step is three products of n matrices. It brings
+    singular values to about 0.7 to 1.2, not exactly to 1, which is enough for Muon, and faster.
     """
     a, b, c = COEFFICIENTS
     is_tall = x_nAB.size(-2) > x_nAB.size(-1)
@@ -33,9 +33,9 @@ def orthogonalize(x_nAB: Tensor, steps: int) -> Tensor:
 
 
 def update_scale(num_rows: int, num_columns: int, adjust_lr: str) -> float:
-    """What the learning rate of a matrix of this shape is multiplied with; the names are those of torch.optim.Muon.
+    """The factor on the learning rate for a matrix of this shape; the names are those of torch.optim.Muon.
 
-    original: updates of tall matrices are lengthened as in Keller Jordan's Muon. match_rms_adamw: the entries of an
+    original: updates of tall matrices are scaled up as in Keller Jordan's Muon. match_rms_adamw: the entries of an
     update are about as large as AdamW's, so that a learning rate and a weight decay tuned for AdamW carry over.
     """
     if adjust_lr == "original":

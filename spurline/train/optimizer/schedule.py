@@ -1,4 +1,4 @@
-"""The learning rate: its course over the steps, and how it reaches the parameter groups."""
+"""The learning-rate schedule, and how it is applied to the parameter groups."""
 
 import math
 
@@ -8,11 +8,11 @@ from spurline.config import LRScheduler
 
 
 def learning_rate(step: int, total_steps: int, peak: float, schedule: LRScheduler) -> float:
-    """The rate of step `step`, counted from 1: the step about to be taken, of `total_steps`.
+    """The learning rate of step `step`, counted from 1: the step about to be taken, of `total_steps`.
 
-    It climbs from peak / warmup_steps to the peak at step warmup_steps, stays, and falls over the last decay_ratio of
-    the steps to min_lr_factor * peak at the last one. Decay waits for the warm-up to end: where the two overlap, the
-    warm-up goes on and the fall is shorter and steeper.
+    It warms up from peak / warmup_steps to the peak at step warmup_steps, stays, and decays over the last decay_ratio
+    of the steps to min_lr_factor * peak at the last one. Decay waits for the warmup to end: if the two overlap, the
+    warmup continues and the decay is shorter and steeper.
     """
     assert 1 <= step <= total_steps, f"step {step} is not one of 1..{total_steps}"
     if step < schedule.warmup_steps:
@@ -30,6 +30,6 @@ def learning_rate(step: int, total_steps: int, peak: float, schedule: LRSchedule
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Give each parameter group the rate `lr` times its own factor."""
+    """Set the rate of each parameter group to `lr` times its own factor."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_factor", 1.0)

@@ -1,12 +1,12 @@
-"""Whole matrices from their parts on many ranks, and back.
+"""Assemble full matrices from their shards on many ranks, and shard them again.
 
-n matrices, of which this rank has parts of a rows and b columns; k of them are whole on this rank, of A rows and B
-columns. A parameter is one matrix (A, B), or a stack of matrices (E, A, B) as experts are.
+n matrices, of which this rank has shards of a rows and b columns; k of them are assembled on this rank, with A rows and
+B columns. A parameter is one matrix (A, B), or a stack of matrices (E, A, B) as experts are.
 
-A stack that is sharded by its first dim alone has whole matrices on every rank, and nothing is communicated. Otherwise
-the ranks that hold parts of the same matrices exchange them, all to all, so that each matrix becomes whole on one of
-them; and the same way back. Each rank sends and receives about as many bytes as its own parts have, once in each
-direction, and no matrix is worked on twice, save on axes over which a parameter is replicated: their ranks all do the
+A stack that is sharded only along its first dim has full matrices on every rank, and nothing is communicated. Otherwise
+the ranks that hold shards of the same matrices exchange them in an all-to-all, so that each matrix is assembled on one
+of them; and the same way back. Each rank sends and receives about as many bytes as its own shards have, once in each
+direction, and no matrix is processed twice, except on axes over which a parameter is replicated: their ranks all do the
 same work and communicate nothing. (All-gathering every matrix to every rank would take P times the work, and P/2 times
 the bytes, on P ranks.)
 """
@@ -24,21 +24,21 @@ from spurline.comm.exchange import exchange_rows
 
 @dataclass(frozen=True)
 class Cut:
-    """A mesh axis whose ranks hold parts of the same matrices."""
+    """A mesh axis whose ranks hold shards of the same matrices."""
 
     group: ProcessGroup
     dim: int
-    """The dim that is cut: -2 (rows) or -1 (columns)."""
+    """The sharded dim: -2 (rows) or -1 (columns)."""
     sizes: tuple[int, ...]
     """Each rank's size along dim."""
 
 
 def cuts_of(parameter: Tensor) -> tuple[Cut, ...]:
-    """How the matrices of a parameter are cut, from the outermost cut to the innermost; empty where they are whole."""
+    """How the matrices of a parameter are sharded, from the outermost cut to the innermost; empty if they are not."""
     if not isinstance(parameter, DTensor):
         return ()
     mesh, placements = parameter.device_mesh, parameter.placements
-    # A strided shard is a cut inside those of the axes behind it: FSDP2 shards what tensor or expert parallelism left.
+    # A strided shard is a cut inside those of later axes: FSDP2 shards what tensor or expert parallelism left.
     axes = sorted(range(mesh.ndim), key=lambda axis: isinstance(placements[axis], _StridedShard))
     shape, cuts = list(parameter.shape), []
     for axis in axes:
@@ -55,13 +55,13 @@ def cuts_of(parameter: Tensor) -> tuple[Cut, ...]:
 
 
 def chunk_sizes(size: int, num_chunks: int) -> tuple[int, ...]:
-    """The sizes that torch.chunk gives, with zeros for chunks that it leaves out: 5 in 4 is 2, 2, 1, 0."""
+    """The sizes that torch.chunk gives, with zeros for chunks that it omits: 5 in 4 is 2, 2, 1, 0."""
     most = -(-size // num_chunks)
     return tuple(max(0, min(most, size - most * i)) for i in range(num_chunks))
 
 
 def exchange_parts_for_matrices(parts_nab: Tensor, cuts: tuple[Cut, ...]) -> Tensor:
-    """(n, a, b) parts of n matrices -> (k, A, B): this rank's share of the n matrices, whole."""
+    """(n, a, b) shards of n matrices -> (k, A, B): this rank's share of the n matrices, in full."""
     x = parts_nab
     for cut in reversed(cuts):
         shares, rank = chunk_sizes(x.size(0), cut.group.size()), cut.group.rank()
@@ -75,7 +75,7 @@ def exchange_parts_for_matrices(parts_nab: Tensor, cuts: tuple[Cut, ...]) -> Ten
 
 def exchange_matrices_for_parts(matrices_kAB: Tensor, cuts: tuple[Cut, ...], num_matrices: int) -> Tensor:
     """The inverse: (k, A, B) -> (n, a, b), where n is num_matrices."""
-    nums = [num_matrices]  # how many matrices this rank had a part of before each exchange
+    nums = [num_matrices]  # how many matrices this rank had shards of before each exchange
     for cut in reversed(cuts[1:]):
         nums.append(chunk_sizes(nums[-1], cut.group.size())[cut.group.rank()])
     x = matrices_kAB
