@@ -125,7 +125,7 @@ class BadSteps:
         own = Evidence(
             where,
             [name for name, norm in zip(names, norms, strict=True) if not math.isfinite(norm)],
-            len(names),
+            {names[0]: len(names)} if names else {},
             _by_layer(zip(names, norms, strict=True)),
             _by_layer(zip(names, self._finite_P.tolist(), strict=True)),
         )
@@ -185,11 +185,16 @@ class Evidence:
     where: list[Place]
     parameters: list[str]
     """Parameters whose gradient is not finite, in model order."""
-    num_parameters: int
+    num_by_stage: dict[str, int]
+    """Number of parameters of each pipeline stage, by its first one; without pipeline parallelism there is one."""
     norm_by_layer: dict[str, float]
     """The largest finite gradient norm of any parameter shard, by layer."""
     last_finite_by_layer: dict[str, float]
     """The same for the last finite step before it."""
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(self.num_by_stage.values())
 
     def describe(self) -> str:
         parts = [", ".join(place.describe() for place in self.where[:_SHOWN])] if self.where else []
@@ -212,7 +217,8 @@ class Evidence:
         return {
             "where": places[:_RECORDED],
             "parameters": self.parameters[::-1][:_RECORDED],
-            "num_parameters": len(self.parameters),
+            "num_not_finite": len(self.parameters),
+            "num_parameters": self.num_parameters,
             "grad_norm_by_layer": self.norm_by_layer,
             "last_finite_grad_norm_by_layer": self.last_finite_by_layer,
         }
@@ -225,7 +231,7 @@ def _together(by_rank: list[Evidence], names: list[str]) -> Evidence:
     return Evidence(
         where,
         [name for name in names if name in not_finite] + sorted(not_finite - set(names)),  # of other pipeline stages
-        len(names),
+        {first: number for found in by_rank for first, number in found.num_by_stage.items()},
         _by_layer(item for found in by_rank for item in found.norm_by_layer.items()),
         _by_layer(item for found in by_rank for item in found.last_finite_by_layer.items()),
     )

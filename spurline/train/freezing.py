@@ -32,6 +32,7 @@ def freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
         raise ConfigError([f"training.freeze {' '.join(patterns)}: no parameter is left to train"])
 
 
-def num_trained(model: nn.Module) -> int:
-    """The number of trainable parameters, unsharded; with pipeline stages, only of those on this rank."""
-    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+def num_parameters(model: nn.Module) -> tuple[int, int]:
+    """The number of trainable and of all parameters, unsharded; with pipeline stages, only of those on this rank."""
+    parameters = list(model.parameters())
+    return sum(p.numel() for p in parameters if p.requires_grad), sum(p.numel() for p in parameters)

@@ -75,7 +75,7 @@ class Guard:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with self._contexts, _sigterm_held():
+        with self._contexts, _sigterm_ignored():
             self.watchdog.stop()
             self._lock.release()
             if error is None or self._channel is None:
@@ -100,13 +100,12 @@ def _tell(error: BaseException, channel: SideChannel, step: int) -> BaseExceptio
 
 
 @contextmanager
-def _sigterm_held() -> Iterator[None]:
+def _sigterm_ignored() -> Iterator[None]:
     """While inside, ignore SIGTERM: torchrun sends it to all ranks as soon as one fails, but they have to say why."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    held: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: held.append(number))
+    before = signal.signal(signal.SIGTERM, lambda number, frame: None)
     try:
         yield
     finally:

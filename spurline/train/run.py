@@ -30,7 +30,7 @@ from spurline.train.crash_loop import CrashLoop, StepBack
 from spurline.train.environment import environment
 from spurline.train.exit_codes import ExitCode, exit_code_of_signal
 from spurline.train.fingerprint import check_fingerprint
-from spurline.train.freezing import num_trained
+from spurline.train.freezing import num_parameters
 from spurline.train.guards import Guard
 from spurline.train.initial_weights import load_initial_weights
 from spurline.train.loop import TrainingLoop, last_step
@@ -238,10 +238,9 @@ def describe(config_name: str, trainer: Trainer, start: Position, keeps_memory: 
     ]
     if trainer.config.compile.enable and has_separate_expert_units(trainer.model):
         lines.append("experts are separate FSDP units, so blocks with experts compile into several graphs")
-    if (trained := num_trained(trainer.model)) < model.num_params():
-        lines.append(
-            f"trained: {trained / 1e6:.2f}M parameters ({trained / model.num_params():.1%}); the rest is frozen"
-        )
+    trained, total = num_parameters(trainer.model)
+    if trained < total:
+        lines.append(f"trained: {trained / 1e6:.2f}M parameters ({trained / total:.1%}); the rest is frozen")
     if converted := converted_layers(trainer.model):
         how = "by torchao" if trainer.device.type != "cpu" and not trainer.config.precision.emulate else "emulated"
         names = ", ".join(f"{name} ({number})" if "*" in name else name for name, number in converted.items())

@@ -176,6 +176,9 @@ class Watchdog:
         """One line that names the rank that did not arrive and those that wait for it, and the silent ranks."""
         beats = channel.beats(range(channel.size))
         step, phase, since = self._marked
+        if silent and silent[0] not in beats:
+            line = f"step {step}: rank {silent[0]} has not been heard of since the ranks met"
+            return f"{line}. Stacks of the others: {self._log_folder}", silent
         if silent:
             late = beats[silent[0]]
             state = late.process.state() if late.process.is_local else "?"

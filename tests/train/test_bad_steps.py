@@ -10,6 +10,7 @@ import torch
 
 from spurline.config import Job
 from spurline.testing.tiny import tiny_run, write_words
+from spurline.train.bad_steps import Evidence, _together
 from spurline.train.run import train
 from spurline.train.trainer import Trainer, make_trainer
 
@@ -97,6 +98,16 @@ def test_a_parameter_that_gets_its_first_gradient_later_is_named_too(config):
     assert "47 of 47 gradients are not finite, in the order of the backward pass first output.weight, norm.weight" in (
         message_of(metrics)
     )
+
+
+def test_gradients_of_all_pipeline_stages_are_counted():
+    def evidence(names):
+        return Evidence([], names[:2], {names[0]: len(names)}, {}, {})
+
+    first, last = ["embedding.weight", "layers.0.w", "layers.1.w"], ["layers.2.w", "norm.weight"]
+    found = _together([evidence(first), evidence(first), evidence(last)], first)
+    assert "4 of 5 gradients are not finite" in found.describe()
+    assert (found.as_json()["num_not_finite"], found.as_json()["num_parameters"]) == (4, 5)
 
 
 def test_a_skipped_step_leaves_everything_as_if_it_had_not_been_taken(config):

@@ -85,6 +85,15 @@ def test_rank_that_did_not_arrive_is_named(tmp_path, third, why):
     assert silent == []
 
 
+def test_rank_that_was_never_heard_of_is_named(tmp_path):
+    sides = channels(3, tmp_path)
+    for rank in (0, 1):
+        sides[rank].send(beat(rank))
+    line, silent = Watchdog(tmp_path, 10, sides[1])._verdict(sides[1], [2])
+    assert "rank 2 has not been heard of since the ranks met" in line
+    assert silent == [2]
+
+
 def test_each_rank_watches_the_next_one_that_is_not_done(tmp_path, clock):
     sides = channels(3, tmp_path)
     sides[1].leave(beat(1))
