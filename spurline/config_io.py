@@ -50,7 +50,7 @@ def save(
 def load(path: str | Path, *, may_be_partial: bool = False) -> tuple[str, str, RunConfig[Any]]:
     """Read what `save` wrote: (module, config name, config). Raises a ConfigError with every invalid entry.
 
-    A partial file, which may be YAML, leaves the preset's value to every option that it does not have.
+    In a partial file, which may be YAML, omitted options have the preset's values.
     """
     content = _read(path, is_yaml=may_be_partial and str(path).endswith((".yaml", ".yml")))
     if not isinstance(content, dict):
@@ -103,7 +103,7 @@ def not_among(name: str, given: Any, choices: list[str]) -> list[str]:
 
 
 def _merged(defaults: dict[str, Any], content: dict[str, Any]) -> dict[str, Any]:
-    """The defaults with what `content` has in their place, at any depth."""
+    """The defaults overridden by `content`, at any depth."""
     both = {
         name: _merged(value, content[name])
         for name, value in defaults.items()

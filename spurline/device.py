@@ -15,10 +15,10 @@ from spurline.hardware import find_hardware
 
 
 def pick_device(wanted: str = "auto", option: str = "training.device") -> torch.device:
-    """The device of this process: the accelerator with the number LOCAL_RANK, or the CPU; a ValueError if it is absent.
+    """The device of this process: accelerator number LOCAL_RANK, or the CPU; a ValueError if it is absent.
 
-    auto is the accelerator that this PyTorch is built for, if there is one here and every rank can have its own. Errors
-    name the option that the wish came from.
+    auto is the accelerator that this PyTorch is built for, if this machine has one and every rank can have its own.
+    Errors name `option`.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if wanted == "auto":
@@ -65,7 +65,7 @@ def use_device(device: torch.device) -> None:
 def start_process_group(device: torch.device, timeout_seconds: int, store: dist.Store, rank: int, size: int) -> None:
     """Initialize torch.distributed with the backend of the device: gloo on CPUs.
 
-    A collective fails after timeout_seconds (0: the backend's default) without one of the ranks.
+    A collective fails after waiting timeout_seconds (0: the backend's default) for a rank.
     """
     use_device(device)
     dist.init_process_group(
@@ -79,15 +79,15 @@ def start_process_group(device: torch.device, timeout_seconds: int, store: dist.
 
 
 def can_skip_fused_adamw(device: torch.device) -> bool:
-    """Whether PyTorch's fused AdamW on this device heeds `found_inf`, by which a step is skipped without a reading."""
+    """Whether PyTorch's fused AdamW on this device supports `found_inf`, which skips a step without a host read."""
     return device.type in ("cpu", "cuda", "xpu")
 
 
 def has_grouped_mm_kernel(device: str, dtype: torch.dtype) -> bool:
     """Whether PyTorch's grouped matmul is one kernel for devices of this type, and not a loop that waits for offsets.
 
-    It is for bfloat16 on NVIDIA's compute capabilities 9.0 and 10.0, and with ROCm. Where no device can be asked, as in
-    a plan for another machine, it is taken to be one of these.
+    It is for bfloat16 on NVIDIA's compute capabilities 9.x and 10.x, and with ROCm. If there is no device to query, as
+    in a plan for another machine, it is assumed to be one of these.
     """
     if device != "cuda" or dtype != torch.bfloat16:
         return False
@@ -103,11 +103,11 @@ TRITON_TARGETS = {
     "sm_100": ("cuda", 100, 32),
     "gfx942": ("hip", "gfx942", 64),
 }
-"""What Triton calls the architectures that our kernels have tile sizes for: back end, architecture, warp size."""
+"""The architectures that our kernels have tile sizes for, as Triton's backend, architecture and warp size."""
 
 
 def can_run_triton(device: str) -> bool:
-    """Whether our Triton kernels are for devices of this type: NVIDIA's, and AMD's with ROCm."""
+    """Whether our Triton kernels support devices of this type: NVIDIA's, and AMD's with ROCm."""
     return device == "cuda"
 
 
@@ -123,12 +123,12 @@ def architecture(device: torch.device) -> str:
 
 
 def current_device(device: torch.device) -> AbstractContextManager[object]:
-    """Make it the current device for a while: that is where kernels of others are launched."""
+    """A context in which this is the current device, on which libraries such as Triton launch kernels."""
     return torch.accelerator.device_index(device.index) if is_accelerator(device) else nullcontext()
 
 
 def lacks_8_bit_products(device: torch.device, recipe: str) -> str:
-    """What a device lacks for torchao's products of this recipe, linear and grouped; empty if it has them."""
+    """What a device lacks for torchao's matmuls of this recipe, linear and grouped; empty if nothing."""
     if device.type != "cuda":
         return f"has no products on {device.type} devices"
     if torch.version.hip:

@@ -1,7 +1,7 @@
-"""Write files and folders so that a reader, and a kill at any moment, finds them complete or not at all. Free of torch.
+"""Atomic writes of files and folders: readers see them complete or not at all, even after a kill. Torch-free.
 
-Everything is written under a temporary name in the same folder, flushed to the disk, and renamed. The rename is atomic
-on POSIX file systems.
+Everything is written under a temporary name in the same folder, flushed to disk, and renamed. The rename is atomic on
+POSIX file systems.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import IO
 
 
 def write_file(path: str | os.PathLike[str], content: str) -> None:
-    """Write `content` as UTF-8 with the line ends it has; an existing file is replaced, or kept if writing fails."""
+    """Write `content` as UTF-8 with its own line endings; an existing file is replaced, or kept if writing fails."""
     temporary = temporary_name(path)
     try:
         with open(temporary, "w", encoding="utf-8", newline="\n") as file:
@@ -51,7 +51,7 @@ def new_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def append(file: IO[bytes], data: bytes) -> None:
-    """Append all of `data` to an unbuffered file or, with the OSError of a full disk, nothing."""
+    """Append all of `data` to an unbuffered file, or nothing if that raises an OSError, such as a full disk."""
     end = file.seek(0, os.SEEK_END)
     try:
         rest = memoryview(data)
@@ -63,14 +63,14 @@ def append(file: IO[bytes], data: bytes) -> None:
 
 
 def publish(temporary: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
-    """Rename a file or folder that is complete; both it and its new name are on the disk when this returns."""
+    """Rename a complete file or folder; both it and its new name are on disk when this returns."""
     sync(temporary)
     os.replace(temporary, path)
     sync(Path(path).absolute().parent)
 
 
 def sync(path: str | os.PathLike[str]) -> None:
-    """Flush a file, or the names in a folder, to the disk."""
+    """Flush a file, or the names in a folder, to disk."""
     if os.path.isdir(path) and not hasattr(os, "O_DIRECTORY"):
         return  # Windows has no way to open a folder, and does not need it
     descriptor = os.open(path, os.O_RDONLY)
@@ -81,6 +81,6 @@ def sync(path: str | os.PathLike[str]) -> None:
 
 
 def temporary_name(path: str | os.PathLike[str]) -> Path:
-    """A hidden name beside `path` that no other process uses."""
+    """A hidden name next to `path` that no other process uses."""
     path = Path(path)
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")

@@ -1,7 +1,7 @@
-"""Accelerators by name: memory, peak arithmetic and bandwidths, as their makers state them. Free of torch.
+"""Accelerators by name: memory, peak FLOP/s and bandwidths, as published by their vendors. Torch-free.
 
 A device is what PyTorch calls one: a die of an MI250X, a stack of a Max 1550. FLOP/s are dense. Link bandwidths are in
-bytes per second and one direction, the most one device can send when all of its node or all nodes send at once.
+bytes per second in one direction, the most one device can send while all devices of its node, or all nodes, send too.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ class Hardware:
     memory_bandwidth: float
     intra_node_bandwidth: float
     inter_node_bandwidth: float
-    """With the network that the maker's own system has: one 400 Gb/s adapter per device unless said otherwise."""
+    """With the network of the vendor's own system: one 400 Gb/s adapter per device unless stated otherwise."""
     gpus_per_node: int
-    """Devices that intra_node_bandwidth connects: all of a rack for NVL72."""
+    """Devices connected at intra_node_bandwidth: a full rack for NVL72."""
     marks: tuple[str, ...]
-    """A device is this one if its driver's name for it has all of these."""
+    """Substrings of the driver's name for the device; all of them must match."""
 
 
 def _gib(size: float) -> int:
     return int(size * _GIB)
 
 
-# The first whose marks a device's name has applies, so longer names come first.
+# The first entry whose marks match a device's name applies, so longer names come first.
 _KNOWN = (
     # NVIDIA GB200 NVL72 data sheet: 72 GPUs in one NVLink domain, ConnectX-7 (400 Gb/s) for each.
     Hardware("gb200", _gib(185), 2.5e15, 5e15, 8e12, 900e9, 50e9, 72, ("GB200",)),
@@ -66,7 +66,7 @@ _KNOWN = (
     # Intel Data Center GPU Max 1550 product brief (832 TFLOP/s, 3.28 TB/s for both stacks), one stack. Aurora (ALCF):
     # 6 GPUs, an Xe Link of 26.5 GB/s each way to each of five peers, eight 200 Gb/s adapters for 12 stacks.
     Hardware("pvc", _gib(64), 416e12, None, 1.638e12, 132.5e9, 16.7e9, 12, ("Data Center GPU Max 1550",)),
-    # No product: one CPU rank of a server, in the order of what gloo ranks reach over loopback and 25 Gb/s Ethernet.
+    # Not a product: one CPU rank of a server; roughly what gloo ranks reach over loopback and 25 Gb/s Ethernet.
     Hardware("cpu", _gib(64), 1e12, None, 100e9, 5e9, 3e9, 2, ("CPU",)),
 )
 HARDWARE = {hardware.name: hardware for hardware in _KNOWN}

@@ -1,4 +1,4 @@
-"""Patterns of parameter names, and rules that give what they match optimizer options of its own. Free of torch.
+"""Patterns of parameter names, and rules that set optimizer options for the parameters they match. Torch-free.
 
 A rule is text, so that it reads the same on a command line and in config.json: a pattern, then options.
 
@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 
 OPTIMIZERS = ("adamw", "muon")
 ONLY_FOR = {"beta1": "adamw", "beta2": "adamw", "eps": "adamw", "momentum": "muon"}
-"""Options that one optimizer alone has."""
+"""Options that only one optimizer has."""
 _BELOW_ONE = ("beta1", "beta2", "momentum")
 _NUMBERS = ("lr_factor", "weight_decay", *ONLY_FOR)
 _EXAMPLE = "a rule is a pattern and its options, such as '*.experts.* lr_factor=0.5'"
@@ -24,7 +24,7 @@ _EXAMPLE = "a rule is a pattern and its options, such as '*.experts.* lr_factor=
 
 @dataclass(frozen=True)
 class ParameterRule:
-    """A rule, parsed; what it doesn't mention is None, and stays as the optimizer section has it."""
+    """A parsed rule; options that it doesn't set are None, and keep their values from the optimizer section."""
 
     text: str
     pattern: str
@@ -38,7 +38,7 @@ class ParameterRule:
 
     @classmethod
     def parse(cls, text: str) -> ParameterRule:
-        """Raises a ValueError that says in a phrase what is wrong with the text."""
+        """Parse the text of a rule; a ValueError describes what is wrong with it in a phrase."""
         words = text.split()
         if len(words) < 2 or "=" in words[0]:
             raise ValueError(_EXAMPLE)
@@ -64,12 +64,12 @@ class ParameterRule:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether one of the alternatives matches the whole name; `*` stands for any characters, dots too."""
+    """Whether one of the alternatives matches the full name; `*` matches any characters, including dots."""
     return any(fnmatchcase(name, alternative) for alternative in pattern.split("|"))
 
 
 def names_near(pattern: str, names: Iterable[str]) -> str:
-    """What to say after 'matches nothing': the names that are nearest to a pattern."""
+    """The end of a 'matches nothing' error: the names that are nearest to a pattern."""
     near = get_close_matches(pattern, list(names), n=3, cutoff=0.0)
     return f"; names look like {', '.join(near)}" if near else ""
 

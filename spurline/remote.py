@@ -1,6 +1,6 @@
-"""Folders that a URL names, such as s3://bucket/run, through fsspec, which is imported on use. Free of torch.
+"""Remote files and folders, such as s3://bucket/run, through fsspec, which is imported on use. Torch-free.
 
-Object stores have no rename and no empty folders: what is published there is complete when its last file is there.
+Object stores have no rename and no empty folders: what is published there is complete once its last file exists.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az":
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
-    """Whether this is a URL with a scheme: no path of this machine."""
+    """Whether this is a URL with a scheme, not a local path."""
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", str(path)) is not None
 
 
 class RemotePath(os.PathLike[str]):
-    """A file or folder behind a URL, with what `pathlib.Path` calls its operations; errors are OSErrors of one line."""
+    """A file or folder at a URL, with methods named as in `pathlib.Path`; errors are one-line OSErrors."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
@@ -37,7 +37,7 @@ class RemotePath(os.PathLike[str]):
         return self.url.rpartition("/")[2]
 
     def names(self) -> list[str]:
-        """What is in the folder; nothing if it is not there."""
+        """The names in the folder; empty if it does not exist."""
         try:
             return [entry.rstrip("/").rpartition("/")[2] for entry in self._call("ls", self._path, detail=False)]
         except FileNotFoundError:
@@ -74,7 +74,7 @@ class RemotePath(os.PathLike[str]):
         return str(self.filesystem()._strip_protocol(self.url))
 
     def filesystem(self) -> Any:
-        """What fsspec has for the scheme; a ValueError of one line if it has nothing, or needs another package."""
+        """fsspec's file system for the scheme; a one-line ValueError if there is none, or it needs another package."""
         scheme = self.url.partition("://")[0]
         try:
             import fsspec
@@ -95,12 +95,12 @@ class RemotePath(os.PathLike[str]):
             raise FileNotFoundError(error.errno or 2, "no such file or bucket", self.url) from None
         except OSError as error:
             raise OSError(error.errno or 5, _one_line(error), self.url) from None
-        except Exception as error:  # of the libraries behind fsspec: no credentials, no connection
+        except Exception as error:  # from the libraries behind fsspec: no credentials, no connection
             raise OSError(5, _one_line(error), self.url) from None
 
 
 def scheme_problems(url: str) -> list[str]:
-    """Why nothing can be reached by the scheme of a URL; empty if it is known, and for paths."""
+    """Why the scheme of a URL can't be used; empty if it can, and for local paths."""
     try:
         if is_remote(url):
             RemotePath(url).filesystem()
@@ -110,7 +110,7 @@ def scheme_problems(url: str) -> list[str]:
 
 
 def write_probe(folder: RemotePath, name: str) -> None:
-    """Write a file and read it; a ValueError of one line if one of the two is not allowed."""
+    """Write a file and read it back; a one-line ValueError if either is not allowed."""
     try:
         (folder / name).write_text("spurline")
         if (folder / name).read_range(0, 8) != b"spurline":
@@ -120,7 +120,7 @@ def write_probe(folder: RemotePath, name: str) -> None:
 
 
 def remove_probe(folder: RemotePath, name: str) -> None:
-    """Remove what `write_probe` has written."""
+    """Remove the file that `write_probe` has written."""
     try:
         (folder / name).unlink()
     except OSError as error:

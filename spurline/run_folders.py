@@ -1,7 +1,7 @@
-"""Where runs are: a numbered folder each, `outputs/<config>/0001`, and a link `latest` beside them. Free of torch.
+"""Run folders: numbered, as `outputs/<config>/0001`, with a link `latest` next to them. Torch-free.
 
-A run has its folder alone. The number is claimed by making the folder, which one process alone can do, so two runs that
-start at the same moment have two folders.
+Runs never share a folder. A number is claimed by creating its folder, which only one process can do, so two runs that
+start at the same moment get different folders.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import re
 from pathlib import Path
 
 LATEST = "latest"
-"""The link to the run that was started or resumed last; as an option, that run."""
+"""The link to the run that was started or resumed last; as an option value, it means that run."""
 FILES_OF_A_RUN = ("config.json", "metrics.jsonl", "checkpoints", "bad_steps.jsonl", "failures.jsonl", "samples.jsonl")
-"""What shows that a folder is that of a run."""
+"""A folder with any of these is a run's."""
 
 
 def numbered_runs(runs_folder: str | os.PathLike[str]) -> list[Path]:
-    """The numbered folders in it, the oldest first."""
+    """The numbered run folders in `runs_folder`, oldest first."""
     try:
         found = [path for path in Path(runs_folder).iterdir() if is_numbered(path) and path.is_dir()]
     except OSError:
@@ -27,7 +27,7 @@ def numbered_runs(runs_folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def claim_number(runs_folder: str | os.PathLike[str]) -> Path:
-    """Make the folder of a new run: the next number, which no other run can have any more."""
+    """Create the folder of a new run with the next number, which no other run can then claim."""
     runs = Path(runs_folder)
     runs.mkdir(parents=True, exist_ok=True)
     there = numbered_runs(runs)
@@ -40,7 +40,7 @@ def claim_number(runs_folder: str | os.PathLike[str]) -> Path:
 
 
 def latest_run(runs_folder: str | os.PathLike[str]) -> Path | None:
-    """The run that `latest` names; the one with the highest number where there is no such link."""
+    """The run that `latest` points to, or the one with the highest number if there is no such link."""
     runs = Path(runs_folder)
     with contextlib.suppress(OSError):
         named = runs / os.readlink(runs / LATEST)
@@ -51,7 +51,7 @@ def latest_run(runs_folder: str | os.PathLike[str]) -> Path | None:
 
 
 def set_latest(run: Path) -> None:
-    """Let `latest` name a numbered run, if it is one; a file system without links does without."""
+    """Point `latest` at a run, if it is a numbered one; does nothing on a file system without links."""
     if not is_numbered(run):
         return
     temporary = run.with_name(f".{LATEST}.{os.getpid()}.tmp")
@@ -63,7 +63,7 @@ def set_latest(run: Path) -> None:
 
 
 def find_run(path: str | os.PathLike[str]) -> Path:
-    """The run that a path names: its folder, or a folder of numbered runs, whose latest is meant."""
+    """The run that a path refers to: a run folder, or the latest run in a folder of numbered runs."""
     folder = Path(path).expanduser()
     return latest_run(folder) or folder
 

@@ -1,4 +1,4 @@
-"""Suggest what a misspelled name may have meant. Free of torch."""
+"""Suggestions for misspelled names. Torch-free."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from difflib import get_close_matches
 
 
 def nearest(name: str, choices: Iterable[str], cutoff: float = 0.6) -> str:
-    """The choice that looks most like `name`, or "" if none does (0: any is near enough, 1: only the same)."""
+    """The choice most similar to `name`, or "" if none is (cutoff 0: any is similar enough, 1: only the same)."""
     return next(iter(get_close_matches(name, list(choices), n=1, cutoff=cutoff)), "")
 
 
 def did_you_mean(name: str, choices: Iterable[str], prefix: str = "") -> str:
-    """The end of a sentence with the nearest choice, ". Did you mean x?", or a full stop when nothing is near."""
+    """The end of a sentence with the nearest choice, ". Did you mean x?", or a period if none is near."""
     near = nearest(name, choices)
     return f". Did you mean {prefix}{near}?" if near else "."

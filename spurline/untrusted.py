@@ -1,7 +1,7 @@
-"""Read files that a stranger may have written: whatever is in them, the answer is their content or a ValueError.
+"""Read untrusted files: whatever they contain, the result is their content or a ValueError.
 
 Only regular files are opened (a pipe would block, a device has no end), sizes and depths have limits, and every
-message is one line. Free of torch.
+message is one line. Torch-free.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_DEPTH = 64
 
 @contextmanager
 def open_regular(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """Open a regular file for reading; an OSError for everything else with a name."""
+    """Open a regular file for reading; an OSError for anything else."""
     if isinstance(path, RemotePath):
         with path.open() as remote:
             yield remote
@@ -51,7 +51,7 @@ def read_json(path: str | os.PathLike[str], max_bytes: int = MAX_JSON_BYTES) -> 
 def read_yaml(path: str | os.PathLike[str], max_bytes: int = MAX_YAML_BYTES) -> Any:
     """The plain data in a YAML file; an OSError if it can't be read, a ValueError (without the path) if it is not YAML.
 
-    Aliases are refused: a few lines of them stand for gigabytes.
+    Aliases are refused: a few lines of them can expand to gigabytes.
     """
     import yaml
 
@@ -68,7 +68,7 @@ def read_yaml(path: str | os.PathLike[str], max_bytes: int = MAX_YAML_BYTES) -> 
         raise ValueError("not YAML: the file is not text") from None
     except RecursionError:
         raise ValueError("not YAML: nested too deeply") from None
-    # What is flat, and has only what JSON has (no dates, no keys but names), goes on as JSON would.
+    # Accept only what JSON can represent (no dates, for example), with the same limits as for JSON.
     try:
         return parse_json(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError, RecursionError):
@@ -76,7 +76,7 @@ def read_yaml(path: str | os.PathLike[str], max_bytes: int = MAX_YAML_BYTES) -> 
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value that `text` stands for; a ValueError says in one line why it is none, or is nested too deeply."""
+    """The value of JSON text; a one-line ValueError if it is invalid or nested too deeply."""
     try:
         decoded = text.decode("utf-8") if isinstance(text, bytes) else text
         value = json.loads(decoded)
@@ -88,7 +88,7 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("not JSON: nested too deeply") from None
     except ValueError:  # Python refuses to convert numbers of thousands of digits
         raise ValueError("not JSON: a number has too many digits") from None
-    # What is flat by its brackets needs no walk through it.
+    # With few brackets, it can't be nested too deeply.
     if decoded.count("[") + decoded.count("{") > MAX_DEPTH and _is_deeper(value, MAX_DEPTH):
         raise ValueError("not JSON: nested too deeply")
     return value
@@ -102,7 +102,7 @@ def _is_deeper(value: Any, depth: int) -> bool:
 
 
 def lines(file: IO[bytes], max_bytes: int = MAX_LINE_BYTES) -> Iterator[bytes]:
-    """The lines of a file with their ends; a ValueError (without the path) for one that is too long."""
+    """The lines of a file with their line endings; a ValueError (without the path) for one that is too long."""
     number = 0
     while line := file.readline(max_bytes + 1):
         number += 1
@@ -112,7 +112,7 @@ def lines(file: IO[bytes], max_bytes: int = MAX_LINE_BYTES) -> Iterator[bytes]:
 
 
 def is_plain_name(name: object) -> bool:
-    """Whether this is the name of a file in the same folder: no path, no parent folder, nothing invisible in it."""
+    """Whether this is the name of a file in the same folder: no path, no parent folder, only printable characters."""
     return isinstance(name, str) and name not in ("", ".", "..") and name.isprintable() and not set(name) & {"/", "\\"}
 
 

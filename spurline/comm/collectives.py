@@ -1,7 +1,7 @@
-"""Every collective that activations cross ranks by, each with its backward beside its forward.
+"""All collectives on activations, each with its backward next to its forward.
 
-They take and return plain local tensors, trace in one graph, and are the identity on a group of one rank, where nothing
-is communicated. Functions of a sequence work along any `dim`; each rank must bring the same shape.
+They take and return plain local tensors, trace in one graph, and are the identity on a group of one rank, without
+communication. Functions of a sequence work along any `dim`; each rank must pass the same shape.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from torch.autograd.function import Function
 
 from spurline.comm.sequence import SequenceShard
 
-# The forms of torch.distributed's collectives that trace; each is done when it was waited for.
+# The traceable forms of torch.distributed's collectives; each is complete once it has been waited for.
 _ops = torch.ops._c10d_functional
 _wait = _ops.wait_tensor
 
@@ -35,7 +35,7 @@ class _AllGather(Function):
 
 
 def reduce_scatter_sequence(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    """Sum over ranks and keep this rank's part of dim: (.., size * l, ..) -> (.., l, ..). Mirror: all-gather."""
+    """Sum over ranks and keep this rank's shard of dim: (.., size * l, ..) -> (.., l, ..). Mirror: all-gather."""
     size = group_size(group)
     if x.size(dim) % size:
         raise ValueError(
@@ -57,7 +57,7 @@ class _ReduceScatter(Function):
 
 
 def all_reduce_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum over ranks, on every rank. Mirror: the identity, as every rank goes on with the same sum."""
+    """Sum over ranks, on every rank. Mirror: the identity, as every rank continues with the same sum."""
     return x if group_size(group) == 1 else _AllReduceSum.apply(x, group)
 
 
@@ -73,12 +73,12 @@ class _AllReduceSum(Function):
 
 @torch.no_grad()
 def all_reduce_max(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The largest over ranks, on every rank. Has no gradient."""
+    """The maximum over ranks, on every rank. Has no gradient."""
     return x if group_size(group) == 1 else _wait(_ops.all_reduce(x.contiguous(), "max", group.group_name))
 
 
 def copy_to_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The identity, for a tensor that all ranks have and each uses in its own way. Mirror: the sum over ranks."""
+    """The identity, for a replicated tensor that each rank uses differently. Mirror: the sum over ranks."""
     return x if group_size(group) == 1 else _CopyToGroup.apply(x, group)
 
 
@@ -94,7 +94,7 @@ class _CopyToGroup(Function):
 
 
 def all_to_all_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Send part r of dim 0 to rank r: (size, ..) -> (size, ..), by the rank that sent it. Mirror: itself."""
+    """Send slice r of dim 0 to rank r: (size, ..) -> (size, ..), indexed by source rank. Mirror: itself."""
     return x if group_size(group) == 1 else _AllToAll.apply(x, group)
 
 
@@ -110,14 +110,14 @@ class _AllToAll(Function):
 
 
 def split_sequence(x: Tensor, shard: SequenceShard, group: dist.ProcessGroup, dim: int) -> Tensor:
-    """This rank's real positions of a tensor that every rank has: (.., L, ..) -> (.., l, ..). Mirror: join_sequence."""
+    """This rank's real positions of a replicated tensor: (.., L, ..) -> (.., l, ..). Mirror: join_sequence."""
     return x if group_size(group) == 1 else _SplitSequence.apply(x, shard, group, dim % x.dim())
 
 
 def join_sequence(x: Tensor, shard: SequenceShard, group: dist.ProcessGroup, dim: int) -> Tensor:
     """Every rank's real positions, on every rank: (.., l, ..) -> (.., L, ..). Mirror: split_sequence.
 
-    Unlike after all_gather_sequence, all ranks go on with the same tensor to the same loss, so gradients aren't summed.
+    Unlike after all_gather_sequence, all ranks compute the same loss from the same tensor, so gradients aren't summed.
     """
     return x if group_size(group) == 1 else _JoinSequence.apply(x, shard, group, dim % x.dim())
 
@@ -150,7 +150,7 @@ def _join(x: Tensor, shard: SequenceShard, group: dist.ProcessGroup, dim: int) -
 
 @torch.no_grad()
 def all_gather_counts(count: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Every rank's counts, on every rank, by rank: (..) -> (size, ..). Has no gradient."""
+    """Every rank's counts, on every rank, in rank order: (..) -> (size, ..). Has no gradient."""
     return count[None] if group_size(group) == 1 else _all_gather(count[None], group, 0)
 
 
@@ -161,12 +161,12 @@ def all_reduce_counts(count: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def all_reduce_gradient(gradient: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The gradient of a weight that every rank of the group has, summed over the ranks' tokens."""
+    """The gradient of a weight that is replicated over the group, summed over the ranks' tokens."""
     return _all_reduce(gradient, group)
 
 
 def group_size(group: dist.ProcessGroup) -> int:
-    """Ranks of the group; a ValueError for what is no process group."""
+    """The number of ranks of the group; a ValueError if it is not a process group."""
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(f"group must be a ProcessGroup (of a mesh: mesh.get_group(axis)), got {type(group).__name__}")
     return group.size()
@@ -180,7 +180,7 @@ def _all_gather(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     gathered = _wait(_ops.all_gather_into_tensor(x.contiguous(), size, group.group_name))
     if dim == 0:
         return gathered
-    # One copy, behind the collective, and none at all if the dims before `dim` are 1.
+    # One copy after the collective, and none if the dims before `dim` are 1.
     return gathered.unflatten(0, (size, x.size(0))).movedim(0, dim).flatten(dim, dim + 1)
 
 

@@ -1,8 +1,8 @@
 """The conservation check of a row exchange: what one rank sends is what the other receives, row by row.
 
-A receiver that expects more rows than were sent gets stale ones, and gloo says nothing. So, where asked for, the ranks
+A receiver that expects more rows than were sent gets stale ones, and gloo raises no error. So, if enabled, the ranks
 compare their split lists before the exchange and checksums of every pair's rows after it. All ranks see the same
-comparison and raise the same error; nobody is left waiting.
+comparison and raise the same error, so that no rank hangs.
 """
 
 import torch
@@ -14,26 +14,26 @@ _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 class ConservationError(RuntimeError):
-    """Rows got lost, were invented or changed places between two ranks."""
+    """Rows were lost, added, changed or reordered between two ranks."""
 
 
 def as_label(text: str) -> Tensor:
-    """What errors of an exchange begin with, as bytes in a tensor on the host.
+    """The prefix of an exchange's errors, as bytes in a tensor on the host.
 
-    A string would be a constant of a traced graph, and each layer would be compiled by itself for its name.
+    A string would be a constant of a traced graph, and each layer would be compiled separately because of its name.
     """
     encoded = text.encode()[:_LABEL_BYTES].ljust(_LABEL_BYTES)
     return torch.tensor(list(encoded), dtype=torch.uint8, device="cpu")
 
 
 def text_of(label: Tensor | None, of_gradient: bool = False) -> str:
-    """The text of a label, for the exchange itself or the one that returns its gradient."""
+    """The text of a label, for the exchange itself or for that of its gradient."""
     text = "" if label is None else bytes(label.tolist()).decode(errors="ignore").rstrip()
     return f"gradient of {text}" if of_gradient and text else text
 
 
 def check_splits(send_P: list[int], receive_P: list[int], group: dist.ProcessGroup, label: str) -> None:
-    """Raise on every rank unless each rank expects from each other rank just what that one sends."""
+    """Raise on every rank unless each rank expects from each other rank exactly what that one sends."""
     sent_PP, expected_PP = _gather_pairs(torch.tensor([send_P, receive_P]), group)
     wrong = (sent_PP != expected_PP).nonzero().tolist()
     if wrong:
@@ -75,9 +75,9 @@ def _gather_pairs(sent_and_received: Tensor, group: dist.ProcessGroup) -> tuple[
 def _checksum_by_rank(rows_RD: Tensor, split_P: list[int]) -> Tensor:
     """(R, D) -> (P,): a number for each rank's rows that changes when a bit, a row or the order of rows changes."""
     row_bytes = rows_RD.shape[1:].numel() * rows_RD.itemsize
-    word = next(dtype for dtype in _WORDS if row_bytes % dtype.itemsize == 0)  # the wider, the fewer to multiply
+    word = next(dtype for dtype in _WORDS if row_bytes % dtype.itemsize == 0)  # the widest, to multiply the fewest
     word_RW = rows_RD.contiguous().flatten(1).view(word).to(torch.int64)
-    # Odd multipliers that differ by place; int64 arithmetic wraps around, on every rank alike.
+    # Odd multipliers that differ by position; int64 arithmetic wraps around, on every rank alike.
     column_W = torch.arange(word_RW.shape[1], device=rows_RD.device) * 0x9E3779B1 + 0x85EBCA77
     row_R = (word_RW * (column_W | 1)).sum(1)
     parts = row_R.split(split_P)

@@ -1,11 +1,11 @@
-"""The all-to-all of rows: started, waited for later, in the backward pass as in the forward pass.
+"""The asynchronous all-to-all of rows: started, and waited for later, in the forward and in the backward pass.
 
 P ranks, S rows that leave this rank, R rows that reach it. `splits_2P` (int64, on the host) holds the rows that this
-rank sends to each rank and receives from each; None means equal parts. Splits travel as a tensor, not as a list, so
-that a traced graph has one symbol for the output size instead of one for every rank.
+rank sends to each rank and receives from each; None means equal splits. Splits are passed as a tensor, not as a list,
+so that a traced graph has one symbol for the output size instead of one for every rank.
 
 Started in the forward pass, an exchange is in flight until `wait()`; in the backward pass its mirror is in flight from
-the gradient of `wait()` until the gradient of the start, so whatever ran in between overlaps in both directions:
+the gradient of `wait()` until the gradient of the start. So whatever ran in between overlaps in both directions, as
 autograd runs nodes in the reverse order of their creation.
 """
 
@@ -31,17 +31,17 @@ _all_to_all, _wait = _ops.all_to_all_single, _ops.wait_tensor
 
 @dataclass(frozen=True)
 class Departure:
-    """Rows that are ready to leave, while nobody may know yet how many of them go where."""
+    """Rows that are ready to be sent, while their split sizes may not be known yet."""
 
     rows_SD: Tensor
-    """What autograd returns the gradient to."""
+    """The tensor that autograd returns the gradient to."""
     group: dist.ProcessGroup
     ready: torch.Event | None = None
-    """When the rows are there, if the exchange is to wait for no more than that (on an accelerator)."""
+    """Recorded when the rows are ready, if the exchange should wait only for them (on an accelerator)."""
     packed_width: int = 0
-    """How many columns of a row travel as float8 (0: rows travel as they are)."""
+    """Number of columns of a row that are sent as float8 (0: rows are sent unchanged)."""
     packed_SY: Tensor | None = None
-    """What travels in the rows' place, if they are packed."""
+    """What is sent instead of the rows, if they are packed."""
 
     def start(
         self,
@@ -65,21 +65,21 @@ class Departure:
         name = self.group.group_name
         sent = rows_SD.detach() if self.packed_SY is None else self.packed_SY
         how = sent, splits_2P, output_size, name, label, check, overlap, returning
-        if self.ready is None or not overlap or check == "rows":  # complete when it returns: on the current stream
+        if self.ready is None or not overlap or check == "rows":  # complete when it returns, or no event
             started = _start(*how)
         else:
             with side_stream_behind(self.ready, rows_SD.device):
                 started = _start(*how)
-            started.record_stream(torch.accelerator.current_stream())  # made on the one, used and freed on the other
+            started.record_stream(torch.accelerator.current_stream())  # allocated on the side stream, used on this one
         return InFlight(rows_SD, started, splits_2P, name, label, check, overlap, self.packed_width)
 
 
 def depart(rows_SD: Tensor, group: dist.ProcessGroup, beside: bool = False, packed_width: int = 0) -> Departure:
-    """Make rows ready to leave; what runs from here to `wait()` overlaps the exchange in the backward pass.
+    """Prepare rows to be sent; what runs from here to `wait()` overlaps the exchange in the backward pass.
 
-    With `beside`, an exchange that starts later on an accelerator waits for these rows only, and runs beside what has
-    been queued since. With packed_width, so many columns of a row travel as float8 (`ops/float8_rows.py`); gradients
-    come back as they are.
+    With `beside`, an exchange that starts later on an accelerator waits only for these rows, and runs concurrently with
+    what has been queued since. With packed_width, that many columns of a row are sent as float8
+    (`ops/float8_rows.py`); gradients come back unrounded.
     """
     if group_size(group) == 1:
         return Departure(rows_SD, group, record_event(rows_SD.device) if beside else None)
@@ -90,10 +90,10 @@ def depart(rows_SD: Tensor, group: dist.ProcessGroup, beside: bool = False, pack
 
 @dataclass(frozen=True)
 class InFlight:
-    """Rows on their way between ranks; `wait()` returns what this rank receives, (R, ..)."""
+    """Rows in flight between ranks; `wait()` returns what this rank receives, (R, ..)."""
 
     sent: Tensor
-    """What autograd returns the gradient to."""
+    """The tensor that autograd returns the gradient to."""
     started: Tensor
     splits_2P: Tensor | None
     group_name: str
@@ -122,12 +122,12 @@ def start_exchange(
 ) -> InFlight:
     """Start to send splits_2P[0, i] rows to rank i and to receive splits_2P[1, i] from it, in rank order.
 
-    Pass output_size = R where it is known: traced, it is then one symbol. `label` (`as_label`) names the caller in
-    errors. `check` is "" (none), "splits" (compare the ranks' splits first; only where a mismatch would abort the
+    Pass output_size = R if it is known: while tracing, it is then one symbol. `label` (`as_label`) names the caller in
+    errors. `check` is "" (none), "splits" (compare the ranks' splits first; only if a mismatch would abort the
     process, that is on gloo) or "rows" (compare splits and checksums of all rows; such an exchange is complete when it
-    returns). Without `overlap` it is complete when it returns too, in both directions: needed where a graph ends
-    between start and wait. `returning` rows are on their way back to be added up: recomputation keeps only those on
-    their way to experts. `packed_width` columns travel as float8 (see `depart`).
+    returns). Without `overlap` it is also complete when it returns, in both directions: needed if a graph ends between
+    start and wait. `returning` rows are sent back to be combined: selective checkpointing saves only those sent to
+    experts. `packed_width` columns are sent as float8 (see `depart`).
     """
     return depart(rows_SD, group, packed_width=packed_width).start(
         splits_2P, output_size, label, check, overlap, returning
@@ -148,7 +148,7 @@ def exchange_rows(
 
 
 class _Begin(Function):
-    """The identity; in the backward pass, the place where the mirrored exchange is waited for."""
+    """The identity; in the backward pass, waits for the mirrored exchange."""
 
     @staticmethod
     def forward(ctx: Any, rows_SD: Tensor) -> Tensor:
@@ -177,7 +177,7 @@ class _Finish(Function):
         if torch.compiler.is_compiling():
             ctx.save_for_backward(splits_2P, label)
         else:
-            # Not among the saved tensors: a recomputed forward stops at the last of those, and need not wait for this.
+            # Not saved tensors: recomputation stops at the last of those, and need not wait for this exchange.
             ctx.splits_and_label = splits_2P, label
         ctx.num_sent, ctx.group_name, ctx.check, ctx.overlap = sent_SD.shape[0], group_name, check, overlap
         received = _wait(started)
@@ -204,7 +204,7 @@ def _is_differentiated_again() -> bool:
     return torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
-# A registered op: only so can its result have a size that is known before it runs.
+# A registered op, because only then can the size of its result be known before it runs.
 @torch.library.custom_op("spurline::start_exchange", mutates_args=())
 def _start(
     rows_SD: Tensor,

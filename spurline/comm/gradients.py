@@ -1,11 +1,11 @@
-"""Which gradient is summed over which ranks, and by whom. All of it is decided here and in `parallel/fsdp.py`.
+"""Gradient reduction: which gradient is summed over which ranks, and by what. Decided here and in `parallel/fsdp.py`.
 
 | weight | its gradient on a rank covers | summed over ranks by |
 | --- | --- | --- |
-| under FSDP2: all that the trainer trains | this rank's tokens | FSDP2, over its mesh |
+| under FSDP2: everything the trainer trains | this rank's tokens | FSDP2, over its mesh |
 | replicated over an axis of its DTensor (tp, etp) | this rank's positions or heads | `local`, over that axis |
 | plain, after `parallelize_moe` of a bare layer | this rank's tokens | `sum_over_group`, a hook |
-| sharded over ep or etp: experts | all rows that reached this rank | nobody: it is complete |
+| sharded over ep or etp: experts | all rows that reached this rank | nothing: it is complete |
 """
 
 from collections.abc import Iterable
@@ -18,10 +18,10 @@ from spurline.comm.collectives import all_reduce_gradient, copy_to_group
 
 
 def local(weight: Tensor) -> Tensor:
-    """This rank's part of a weight as a plain tensor: called once, at the top of the module that uses it.
+    """This rank's shard of a weight as a plain tensor: called once, at the start of the module that uses it.
 
-    The ranks of an axis over which a weight is replicated see different tokens, or different heads of the same ones:
-    each has only its part of the gradient, and the backward pass sums them.
+    The ranks of an axis over which a weight is replicated see different tokens, or different heads of the same tokens:
+    each computes a partial gradient, and the backward pass sums them.
     """
     if not isinstance(weight, DTensor):
         return weight
@@ -33,7 +33,7 @@ def local(weight: Tensor) -> Tensor:
 
 
 def sum_over_group(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """From now on, sum the gradients of these parameters over the group, once in each backward pass."""
+    """Register hooks that sum the gradients of these parameters over the group, once per backward pass."""
     for parameter in parameters:
         if parameter.requires_grad:
             parameter.register_hook(lambda gradient: all_reduce_gradient(gradient, group))

@@ -1,15 +1,15 @@
-"""Metrics that modules offer as device tensors: reduced over ranks in one collective, read in one copy.
+"""Metrics that modules report as device tensors: reduced over ranks in one collective, read in one copy.
 
-A metric is one method in one file. Any module of a model may have
+A metric takes one method. Any module of a model may have
 
-    def metrics(self) -> dict[str, Metric]:      # of the step that was just taken
+    def metrics(self) -> dict[str, Metric]:      # of the step just taken
         return {"gate_norm": Metric(self.gate.detach().norm(), "mean")}
 
     def reset_metrics(self) -> None:             # optional; the trainer calls it before every step
         self.total.zero_()
 
-and its numbers are in metrics.jsonl, TensorBoard and the report, by the path of the module. All ranks must offer the
-same metrics. Validation may run before metrics are read, so a module notes values only while `self.training`.
+and its numbers appear in metrics.jsonl, TensorBoard and the report, by the path of the module. All ranks must report
+the same metrics. Validation may run before metrics are read, so a module must record values only in training mode.
 
 N numbers in all metrics, M of them reduced by max or min, R ranks.
 """
@@ -26,17 +26,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 Reduction = Literal["same", "sum", "mean", "max", "min"]
-"""How the ranks' values become one; `same` is for a value that every rank has already, and is not communicated."""
+"""How values are reduced over ranks; `same` is for a value that every rank already has, and is not communicated."""
 _ORDER = get_args(Reduction)
 
 
 @dataclass(frozen=True)
 class Metric:
     value: Tensor
-    """A number or a tensor of them, on any device. Integers are exact up to 2**53."""
+    """A scalar or any other tensor, on any device. Integers are exact up to 2**53."""
     reduction: Reduction
     per_layer: bool = True
-    """False: the numbers of all modules that offer it are reduced to one for the model, as those of ranks are."""
+    """False: reduce over all modules that report it too, to one number for the model."""
 
     def __post_init__(self) -> None:
         if self.reduction not in _ORDER:
@@ -46,7 +46,7 @@ class Metric:
 
 
 class Offered(NamedTuple):
-    """A metric with its name and the path of the module that offers it."""
+    """A metric with its name and the path of the module that reports it."""
 
     name: str
     layer: str
@@ -54,13 +54,13 @@ class Offered(NamedTuple):
 
 
 def collect_metrics(model: nn.Module) -> list[Offered]:
-    """What the modules of a model offer.
+    """The metrics of all modules of a model.
 
-    A part that stands for its parent, as the router does for an MoE layer, says so with `metrics_of_parent = True`.
+    With `metrics_of_parent = True`, a module's metrics are reported under its parent: the router's under the MoE layer.
     """
     found = []
     for path, module in model.named_modules():
-        # Of the class, as a submodule may be called `metrics` too.
+        # Looked up on the class, as a submodule may be called `metrics` too.
         if offer := getattr(type(module), "metrics", None):
             layer = path.rpartition(".")[0] if getattr(module, "metrics_of_parent", False) else path
             found += [Offered(name, layer, metric) for name, metric in offer(module).items()]
@@ -68,7 +68,7 @@ def collect_metrics(model: nn.Module) -> list[Offered]:
 
 
 def reset_metrics(model: nn.Module) -> None:
-    """Have every module start its metrics of a step anew."""
+    """Reset the metrics of every module before a step."""
     for module in model.modules():
         if reset := getattr(type(module), "reset_metrics", None):
             reset(module)
@@ -81,14 +81,14 @@ class ReducedMetrics:
         self._offered, self._packed_N = offered, packed_N
 
     def reductions(self) -> dict[str, Reduction]:
-        """How the numbers of the whole model are reduced, by name."""
+        """The reductions of model-level metrics, by name."""
         return {name: metric.reduction for name, _, metric in self._offered if not metric.per_layer}
 
     def read(self) -> dict[str, Any]:
-        """The metrics as they stand in a line of metrics.jsonl.
+        """The metrics in the format of a line of metrics.jsonl.
 
         A metric is `{name: {layer: value}}`; with a name such as "routing/load" it is `{"routing": {layer: {"load":
-        value}}}`; of the model itself, or of all layers together, it is `{name: value}`.
+        value}}}`; a metric of the root module, or of the model, is `{name: value}`.
         """
         record: dict[str, Any] = {}
         of_model: dict[str, tuple[str, list[float]]] = {}
@@ -109,7 +109,7 @@ class ReducedMetrics:
 
 @torch.no_grad()
 def reduce_metrics(offered: Iterable[Offered], group: dist.ProcessGroup | None = None) -> ReducedMetrics:
-    """Reduce metrics over the ranks of `group`, in one all-reduce; reads nothing from the device."""
+    """Reduce metrics over the ranks of `group`, in one all-reduce, without reading from the device."""
     ordered = sorted(offered, key=lambda one: _ORDER.index(one.metric.reduction))
     if not ordered:
         return ReducedMetrics([], torch.empty(0))
@@ -125,9 +125,9 @@ def reduce_metrics(offered: Iterable[Offered], group: dist.ProcessGroup | None =
 
 
 def join_records(record: dict[str, Any], reductions: dict[str, Reduction], group: dist.ProcessGroup) -> dict[str, Any]:
-    """The records of ranks with different modules as one, on all of them.
+    """Merge the records of ranks with different modules (pipeline stages), on all of them.
 
-    Numbers of the whole model are reduced by `reductions`; what has none is the same on all ranks that have it.
+    Model-level metrics are reduced by `reductions`; the others are the same on all ranks that have them.
     """
     gathered: list[Any] = [None] * group.size()
     dist.all_gather_object(gathered, (record, reductions), group=group)
@@ -149,15 +149,15 @@ def _join(into: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 def _exact_dtype(device: torch.device) -> torch.dtype:
-    """fp64, in which integers up to 2**53 and sums of fp32 are exact; fp32 on the one kind of device without it."""
+    """fp64, in which integers up to 2**53 and sums of fp32 are exact; fp32 on MPS, which has no fp64."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def _all_reduce_packed(packed_N: Tensor, numels: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Reduce a tensor that has first the numbers of `same`, then those of `sum`, `mean`, `max` and `min`."""
+    """Reduce a tensor that concatenates the numbers of `same`, `sum`, `mean`, `max` and `min`, in this order."""
     same, sums, means, maxima, minima = packed_N.split(numels)
-    # Each rank writes its maxima into a row of its own, zero on all others: so one sum transports both kinds, and what
-    # is not a number stays visible, as it would not in a max of the collective library.
+    # Each rank writes its maxima into its own row, zero on all other ranks: so one all-reduce serves both kinds, and
+    # NaN is preserved, which a max of the collective library does not guarantee.
     slots_RM = packed_N.new_zeros(group.size(), maxima.numel() + minima.numel())
     slots_RM[group.rank()] = torch.cat([maxima, -minima])
     message = torch.cat([sums, means, slots_RM.flatten()])

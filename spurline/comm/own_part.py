@@ -1,4 +1,4 @@
-"""Which part of a sharded tensor this rank holds."""
+"""The indices of this rank's shard of a tensor."""
 
 import torch
 from torch import Tensor
@@ -6,10 +6,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 
 def own_indices(tensor: Tensor) -> list[Tensor]:
-    """For each dim of the whole tensor, the indices along it of what this rank holds, in order.
+    """For each dim of the full tensor, the indices along it of this rank's shard, in order.
 
-    FSDP2 shards what tensor or expert parallelism has left of a dim, although its axis comes first in the mesh: DTensor
-    calls that a strided shard.
+    FSDP2 shards a dim after tensor or expert parallelism has, although its axis comes first in the mesh: DTensor calls
+    that a strided shard.
     """
     indices = [torch.arange(size) for size in tensor.shape]
     if not isinstance(tensor, DTensor):

@@ -1,4 +1,4 @@
-"""Virtual padding: how a sequence is shared by ranks that do not divide its length."""
+"""Sharding sequences over ranks whose number does not divide the length, by virtual padding."""
 
 from dataclasses import dataclass, replace
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SequenceShard:
-    """The positions of a sequence of `length` that rank `rank` of `size` owns: `per_rank` of them, in order.
+    """The positions of a sequence of `length` that rank `rank` of `size` owns: `per_rank` consecutive ones.
 
     Positions past the end of the sequence are virtual; only the last ranks have some. They hold no token: a rank works
-    on its real positions alone, and pads them just before a collective that wants the same size from everyone.
+    only on its real positions, and pads them just before a collective that needs the same size on every rank.
     """
 
     length: int
@@ -49,7 +49,7 @@ class SequenceShard:
         return self.per_rank * self.size
 
     def shard(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's real positions of the whole sequence, a view: (.., length, ..) -> (.., num_real, ..)."""
+        """This rank's real positions of the full sequence, a view: (.., length, ..) -> (.., num_real, ..)."""
         assert x.size(dim) == self.length, f"dim {dim} of {tuple(x.shape)} is not the length {self.length}"
         return x if self.size == 1 else x.narrow(dim, self.start, self.num_real)
 
@@ -59,25 +59,25 @@ class SequenceShard:
         return _pad_end(x, dim, self.num_virtual)
 
     def trim(self, x: Tensor, dim: int) -> Tensor:
-        """The whole sequence out of all ranks' padded shards, a view: (.., padded_length, ..) -> (.., length, ..)."""
+        """The full sequence from all ranks' padded shards, a view: (.., padded_length, ..) -> (.., length, ..)."""
         assert x.size(dim) == self.padded_length, f"dim {dim} of {tuple(x.shape)} is not {self.padded_length}"
         return x if self.padded_length == self.length else x.narrow(dim, 0, self.length)
 
 
 @dataclass(frozen=True)
 class HeadTailShard:
-    """The positions of a sequence of `length` that rank `rank` of `size` has: a chunk of its head, one of its tail.
+    """The positions of a sequence of `length` that rank `rank` of `size` owns: a chunk of its head, one of its tail.
 
-    Under a causal mask a position costs as much as there are positions before it. Of 2 * size chunks a rank has number
-    `rank` from the front and number `rank` from the back, so that all ranks have the same work. Lengths that 2 * size
-    does not divide end in virtual positions, as in SequenceShard; a rank's positions go up, but are not contiguous.
+    Under a causal mask, a position attends to all positions before it. Of 2 * size chunks, a rank owns number `rank`
+    from the front and number `rank` from the back, so that all ranks have the same work. Lengths that 2 * size does not
+    divide end in virtual positions, as in SequenceShard; a rank's positions are increasing, but not contiguous.
     """
 
     length: int
     size: int
     rank: int
     positions_per_chunk: int = 0
-    """Real and virtual ones; 0: as few as hold the length."""
+    """Real and virtual positions; 0: the fewest that cover the length."""
 
     @property
     def per_chunk(self) -> int:
@@ -98,7 +98,7 @@ class HeadTailShard:
         return replace(self, rank=rank)
 
     def shortened(self, by: int) -> "HeadTailShard":
-        """The same chunks of a sequence that ends so many positions earlier: a rank keeps the first of its own."""
+        """The same chunks of a sequence that is `by` positions shorter: a rank keeps its remaining positions."""
         return replace(self, length=self.length - by, positions_per_chunk=self.per_chunk)
 
     def positions(self, device: torch.device) -> Tensor:
@@ -106,7 +106,7 @@ class HeadTailShard:
         return torch.cat([torch.arange(start, stop, device=device) for start, stop in self.ranges])
 
     def shard(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's real positions of the whole sequence: (.., length, ..) -> (.., num_real, ..)."""
+        """This rank's real positions of the full sequence: (.., length, ..) -> (.., num_real, ..)."""
         assert x.size(dim) == self.length, f"dim {dim} of {tuple(x.shape)} is not the length {self.length}"
         return torch.cat([x.narrow(dim, start, stop - start) for start, stop in self.ranges], dim)
 
@@ -127,7 +127,7 @@ class HeadTailShard:
         return torch.cat([chunk.narrow(dim, 0, stop - start) for chunk, (start, stop) in parts], dim)
 
     def in_order(self, x: Tensor, dim: int) -> Tensor:
-        """The whole sequence out of all ranks' padded shards: (.., size * 2 * per_chunk, ..) -> (.., length, ..)."""
+        """The full sequence from all ranks' padded shards: (.., size * 2 * per_chunk, ..) -> (.., length, ..)."""
         dim %= x.dim()
         head, tail = x.unflatten(dim, (self.size, 2, self.per_chunk)).unbind(dim + 1)
         chunks = torch.cat([head, tail.flip(dim)], dim)  # the tails of later ranks come first
@@ -142,5 +142,5 @@ class HeadTailShard:
 
 
 def _pad_end(x: Tensor, dim: int, num: int) -> Tensor:
-    """Zeros behind the last of a dim."""
+    """Append `num` zeros along a dim."""
     return x if num == 0 else F.pad(x, [0, 0] * (x.dim() - 1 - dim % x.dim()) + [0, num])

@@ -1,4 +1,4 @@
-"""Share the positions of replicated sequences among ranks, and bring the results together again."""
+"""Split the positions of replicated sequences over ranks, and gather the results."""
 
 import torch.distributed as dist
 from torch import Tensor
@@ -12,7 +12,7 @@ class SequenceParallel:
 
     def __init__(self, group: dist.ProcessGroup, sequence_rank_P: list[int]) -> None:
         self.group = group
-        self.sequence_rank_P = sequence_rank_P  # which share each rank of the experts' group works on
+        self.sequence_rank_P = sequence_rank_P  # which share each rank of the expert group works on
 
     def split(self, x_BLD: Tensor) -> Tensor:
         """(B, L, D) -> (B, l, D): this rank's real positions."""
@@ -23,7 +23,7 @@ class SequenceParallel:
         return join_sequence(y_BlD, self._shard(length, self.group.rank()), self.group, dim=1)
 
     def tokens_per_rank(self, x_BLD: Tensor) -> list[int]:
-        """The tokens that each rank of the experts' group works on."""
+        """The number of tokens that each rank of the expert group works on."""
         B, L, _ = x_BLD.shape
         return [B * self._shard(L, rank).num_real for rank in self.sequence_rank_P]
 

@@ -1,7 +1,7 @@
-"""Weights with low-rank adapters: what a module that can have them does, and how it multiplies.
+"""Weights with low-rank adapters: the base class of modules that support them, and their matmul.
 
-A weight is (..., O, I): O outputs, I inputs, and experts before them where it is a stack. Its adapter is two matrices
-of rank r, A (..., r, I) and B (..., O, r), parameters of the same module: `w1_EFD_lora_a` and `w1_EFD_lora_b` of
+A weight is (..., O, I): O outputs, I inputs, and a leading expert dim if it is stacked. Its adapter is two matrices of
+rank r, A (..., r, I) and B (..., O, r), parameters of the same module: `w1_EFD_lora_a` and `w1_EFD_lora_b` for
 `w1_EFD`.
 """
 
@@ -17,11 +17,11 @@ from spurline.comm.gradients import local
 from spurline.ops.low_precision import LowPrecision, linear
 
 A, B = "_lora_a", "_lora_b"
-_NONE: dict[str, float] = {}  # no MappingProxyType: while tracing, torch 2.13 takes an empty one for true
+_NONE: dict[str, float] = {}  # no MappingProxyType: while tracing, torch 2.13 treats an empty one as true
 
 
 class LowRank(NamedTuple):
-    """A weight and its adapter: W + scale * B A, of which the sum is not made."""
+    """A weight and its adapter: W + scale * B A, kept as factors."""
 
     weight: Tensor
     a: Tensor
@@ -29,22 +29,22 @@ class LowRank(NamedTuple):
     scale: float
 
     def sum(self) -> Tensor:
-        """The weight that it stands for, in the dtype of W."""
+        """The merged weight, in the dtype of W."""
         return self.weight + (self.scale * (self.b @ self.a)).to(self.weight.dtype)
 
 
 class Adaptable(nn.Module):
-    """A module that may have adapters. A subclass says of which weights, and takes its weights by `weight_of`."""
+    """A module that may have adapters. A subclass names the weights, and accesses them through `weight_of`."""
 
     scale_of: Mapping[str, float] = _NONE
-    """The weights that have adapters, and by what these are multiplied."""
+    """The weights that have adapters, and the scales of these."""
 
     def adaptable_weights(self) -> tuple[str, ...]:
-        """Names of parameters that are multiplied with (..., O, I) matrices."""
+        """Names of the parameters that may have adapters: (..., O, I) matrices."""
         return ()
 
     def add_adapter(self, name: str, rank: int, scale: float) -> None:
-        """Give a weight an adapter, on its device and in its dtype; `init_adapter` fills it."""
+        """Add an adapter to a weight, on its device and in its dtype; `init_adapter` fills it."""
         weight = self.get_parameter(name)
         *stack, num_outputs, num_inputs = weight.shape
         self.scale_of = {**self.scale_of, name: scale}
@@ -52,7 +52,7 @@ class Adaptable(nn.Module):
         self.register_parameter(name + B, nn.Parameter(weight.new_empty(*stack, num_outputs, rank)))
 
     def init_adapter(self, name: str, tensor: Tensor, generator: torch.Generator | None) -> None:
-        """Fill a block of A or B: B is zero, so that training begins with the weights as they are."""
+        """Fill a block of A or B: B is zero, so that training starts from the unchanged weights."""
         if name.endswith(B):
             tensor.zero_()
         else:
@@ -60,7 +60,7 @@ class Adaptable(nn.Module):
             tensor.uniform_(-bound, bound, generator=generator)
 
     def weight_of(self, name: str) -> Tensor | LowRank:
-        """This rank's part of a weight, with that of its adapter if it has one."""
+        """This rank's shard of a weight, with its shard of the adapter if there is one."""
         weight = local(getattr(self, name))
         if name not in self.scale_of:
             return weight
@@ -69,7 +69,7 @@ class Adaptable(nn.Module):
 
     @torch.no_grad()
     def fold_adapters(self) -> None:
-        """Add the adapters to their weights, and be without them; for plain tensors."""
+        """Merge the adapters into their weights, and remove them; for plain tensors."""
         for name in self.scale_of:
             low_rank = self.weight_of(name)
             assert isinstance(low_rank, LowRank)
@@ -80,12 +80,12 @@ class Adaptable(nn.Module):
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter, by its name, is a part of an adapter."""
+    """Whether a parameter belongs to an adapter, by its name."""
     return name.endswith((A, B))
 
 
 def product(x: Tensor, weight: Tensor | LowRank, precision: LowPrecision | None = None) -> Tensor:
-    """(..., I) and (O, I) -> (..., O), in the dtype of x; `precision` is that of the weight, not of its adapter."""
+    """(..., I) and (O, I) -> (..., O), in the dtype of x; `precision` applies to the weight, not to its adapter."""
     if isinstance(weight, Tensor):
         return linear(x, weight.to(x.dtype), precision)
     low = linear(x, weight.a.to(x.dtype), None) * weight.scale
@@ -93,5 +93,5 @@ def product(x: Tensor, weight: Tensor | LowRank, precision: LowPrecision | None 
 
 
 def whole(weight: Tensor | LowRank) -> Tensor:
-    """One tensor, where the weight itself is needed and not a product with it."""
+    """The merged weight as one tensor, for code that needs the weight itself and not a matmul with it."""
     return weight if isinstance(weight, Tensor) else weight.sum()

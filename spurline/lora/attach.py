@@ -1,4 +1,4 @@
-"""Give a model adapters, and take them away."""
+"""Add adapters to a model, and merge them into its weights."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from spurline.parameter_rules import matches, names_near
 
 
 def attach_adapters(model: nn.Module, rank: int, alpha: float, targets: tuple[str, ...]) -> None:
-    """Give the weights that a target pattern matches an adapter, and freeze all other parameters, in place.
+    """Add an adapter to each weight that a target pattern matches, and freeze all other parameters, in place.
 
-    Call it before the model is sharded. A ValueError names the targets that match nothing.
+    Call it before the model is sharded. A ValueError names the first target that matches nothing.
     """
     adaptable = {
         f"{path}.{name}" if path else name: (module, name)
@@ -34,7 +34,7 @@ def attach_adapters(model: nn.Module, rank: int, alpha: float, targets: tuple[st
 
 
 def fold_adapters(model: nn.Module) -> None:
-    """Add all adapters to their weights; the model then has the parameters of one that never had adapters."""
+    """Merge all adapters into their weights; the model then has the parameters of one without adapters."""
     for module in model.modules():
         if isinstance(module, Adaptable):
             module.fold_adapters()

@@ -1,6 +1,6 @@
-"""The mixture-of-experts layer: usable alone in anybody's nn.Module, it knows no model and no trainer.
+"""The mixture-of-experts layer: usable in any nn.Module, independent of our models and trainer.
 
-`MoEConfig` is free of torch; everything else loads on first use.
+`MoEConfig` is torch-free; everything else loads on first use.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Keeping experts evenly used: a selection bias without a loss, balance losses, and the router's z-loss.
+"""Load balancing of experts: the auxiliary-loss-free selection bias, balance losses, and the router z-loss.
 
 T tokens, E experts, K experts per token, S sequences.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def count_rows_by_sequence(
     config: MoEConfig, expert_TK: Tensor, num_sequences: int, group: ProcessGroup | None
 ) -> Tensor:
-    """(T, K) -> (S, E): each expert's rows in each sequence, or (1, E) in the whole batch, over all ranks of group."""
+    """(T, K) -> (S, E): rows per expert in each sequence, or (1, E) in the batch, summed over the ranks of group."""
     S = num_sequences if config.aux_loss == "sequence" else 1
     expert_SX = expert_TK.view(S, expert_TK.numel() // max(S, 1))
     rows_SE = expert_SX.new_zeros(S, config.num_experts).scatter_add_(1, expert_SX, torch.ones_like(expert_SX))
@@ -47,9 +47,9 @@ def balance_loss(config: MoEConfig, logit_TE: Tensor, score_TE: Tensor, rows_SE:
 
 
 def attach_loss(weight_TK: Tensor, loss: Tensor) -> Tensor:
-    """weight_TK unchanged, with `loss` hung on: whenever its gradient is asked for, the loss's gradient comes along.
+    """Return weight_TK unchanged, with `loss` attached: its backward pass also backpropagates the loss.
 
-    So a layer can have losses of its own and still return one tensor, under recomputation and compile too.
+    This lets a layer have auxiliary losses and still return one tensor, also under recomputation and compile.
     """
     return _AttachLoss.apply(weight_TK, loss)
 
@@ -67,7 +67,7 @@ class _AttachLoss(torch.autograd.Function):
 
 
 def routers(model: nn.Module) -> dict[str, Router]:
-    """Every router in the model by the name of its MoE layer."""
+    """All routers of the model, by the name of their MoE layer."""
     from spurline.moe.router import Router
 
     return {name.rpartition(".")[0]: m for name, m in model.named_modules() if isinstance(m, Router)}
@@ -77,13 +77,13 @@ def routers(model: nn.Module) -> dict[str, Router]:
 def update_expert_bias(
     model: nn.Module, group: ProcessGroup | None = None, unless: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """Take one balance step in every MoE layer; returns each layer's rows per expert (E,) since the last call.
+    """Update the selection bias of every MoE layer; returns each layer's rows per expert (E,) since the last call.
 
-    The rows are summed over `group`, by default over all ranks where torch.distributed is initialized (each of them
-    trained on other tokens, as under DDP), in one reduction for all layers; every rank of it must make this call. A
-    bias moves by its rate towards experts with less than the mean, and the moves of a layer add up to zero. No bias
-    moves if `unless`, a number on the device, is 1: for steps whose update is masked. A router whose parameters are all
-    frozen keeps its bias: it goes on to choose as it did.
+    The rows are summed over `group` in one all-reduce for all layers, so every rank of it must make this call. The
+    default is all ranks if torch.distributed is initialized (each trained on different tokens, as under DDP). The bias
+    of an expert rises by the update rate if it got fewer rows than the mean and falls if it got more; the moves of a
+    layer are centered to sum to zero. No bias moves if `unless`, a scalar on the device, is 1: for steps whose update
+    is masked. A router whose parameters are all frozen keeps its bias, and with it its selection.
     """
     layers = routers(model)
     if not layers:
@@ -106,13 +106,13 @@ def update_expert_bias(
 
 
 def set_token_weight(model: nn.Module, token_weight: float | Tensor) -> None:
-    """Say what one token weighs in the step's loss, so that balance losses weigh their tokens alike."""
+    """Set the weight of one token in the step's loss, so that balance losses weight tokens the same way."""
     for router in routers(model).values():
         router.token_weight.fill_(token_weight)
 
 
 def take_balance_loss(model: nn.Module) -> Tensor | None:
-    """The balance and z losses of all layers since the last call, summed; None without MoE layers."""
+    """Return the summed balance and z losses of all layers and reset them; None without MoE layers."""
     layers = routers(model).values()
     if not layers:
         return None

@@ -1,4 +1,4 @@
-"""What a mixture-of-experts layer is made of. Free of torch, so that a command line can show it at once."""
+"""The configuration of a mixture-of-experts layer. Torch-free, so that the command line starts instantly."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -29,68 +29,68 @@ class MoEConfig:
     top_k: int = 2
     """Experts per token K."""
     num_shared_experts: int = 0
-    """Experts every token visits; they are one SwiGLU of this many times hidden_dim."""
+    """Shared experts, which every token visits; computed as one SwiGLU of this many times hidden_dim."""
 
     shared_gate: bool = False
-    """Weigh the shared experts' output of each token by the sigmoid of a learned product with the token."""
+    """Scale each token's shared-expert output by the sigmoid of a learned projection of the token."""
 
     gate_bias: bool = False
-    """A learned bias of the gate's logits, for selection and for weights."""
+    """Add a learned bias to the gate logits, which affects both selection and weights."""
     score_func: Literal["softmax", "sigmoid"] = "softmax"
-    """Turns gate logits into scores."""
+    """Function that turns gate logits into scores."""
     route_norm: bool = False
     """Divide a token's K weights by their sum."""
     route_scale: float = 1.0
-    """Multiply the weights, after route_norm."""
+    """Multiply the weights by this, after route_norm."""
     score_before_experts: bool = False
-    """Weigh the rows before the experts instead of after them."""
+    """Apply the routing weights to the experts' inputs instead of their outputs."""
     num_groups: int = 1
     """Group-limited routing: experts are split into this many groups (1 = off)."""
     num_limited_groups: int | None = None
     """Group-limited routing: how many of the best groups stay eligible for a token."""
     force_load_balance: bool = False
-    """Debug: token-slot i goes to expert i % E, whatever the gate says."""
+    """Debug: send token-slot i to expert i % E, ignoring the gate."""
 
     bias_update_rate: float = 0.0
-    """Aux-loss-free balance: step of the selection bias (0 = off; 1e-3 is usual)."""
+    """Auxiliary-loss-free balancing: update rate of the selection bias (0 = off; 1e-3 is typical)."""
     aux_loss: Literal["none", "batch", "sequence"] = "none"
-    """Balance loss over a batch (what all ranks see in one forward pass), or over each sequence."""
+    """Balance loss over the batch (all ranks' tokens of one forward pass), or over each sequence."""
     aux_loss_weight: float = 1e-2
     """Weight of the balance loss."""
     z_loss_weight: float = 0.0
-    """Weight of the squared log-sum-exp of the gate logits (0 = off)."""
+    """Weight of the router z-loss, the squared log-sum-exp of the gate logits (0 = off)."""
 
     router: str = "top_k"
-    """What sends tokens to experts: top_k, or a registered name."""
+    """Router: top_k, or a registered name."""
     experts: str = "swiglu"
-    """What an expert computes: swiglu, clamped_swiglu (with biases, as in gpt-oss), or a registered name."""
+    """Expert network: swiglu, clamped_swiglu (with biases, as in gpt-oss), or a registered name."""
     experts_backend: str = "auto"
     """Kernel of the expert matmuls: auto, stream, loop, grouped_mm, bmm, triton, or a registered name.
-    auto: stream on CPU; on accelerators bmm for equal counts, else grouped_mm if it is one launch, else triton."""
+    auto: stream on CPU; on accelerators bmm for equal counts, else grouped_mm if it is one kernel, else triton."""
     dispatcher: str = "local"
-    """How rows reach their experts: local (all-to-all across ranks), capacity (a fixed number of places an expert,
-    nothing read from the device), deep_ep, deep_ep_low_latency, hybrid_ep (libraries for NVIDIA GPUs), or a
+    """How rows reach their experts: local (all-to-all across ranks), capacity (a fixed number of places per expert,
+    without device-to-host reads), deep_ep, deep_ep_low_latency, hybrid_ep (libraries for NVIDIA GPUs), or a
     registered name."""
 
     equal_split: Literal["off", "adaptive", "forced"] = "off"
-    """Across ranks: pad what each pair exchanges to the same size, never, where it costs little, or always."""
+    """Across ranks: pad the all-to-all to equal splits: never, where it costs little (adaptive), or always."""
     equal_split_threshold: float = 0.10
-    """Adaptive equal split: how many rows of padding a row may cost."""
+    """Adaptive equal split: the most padding, as a fraction of the rows."""
     check_exchange: bool = False
-    """Across ranks: check that each row that was sent arrives, unchanged and in its place."""
+    """Across ranks: check that every row sent arrives unchanged and in order."""
     row_multiple: int = field(default=1, metadata=ADDED_LATER)
-    """Pad the rows of each expert to a multiple of this (1 = off), as grouped matmuls of low precision want."""
+    """Pad the rows of each expert to a multiple of this (1 = off), as low-precision grouped matmuls require."""
     capacity_factor: float = field(default=1.25, metadata=ADDED_LATER)
-    """Dispatcher capacity: places of an expert, as a multiple of an even share of a rank's rows."""
+    """Dispatcher capacity: places per expert, as a multiple of an even share of a rank's rows."""
     overflow: Literal["drop_last", "drop_lowest_weight", "grow"] = field(default="drop_last", metadata=ADDED_LATER)
-    """Dispatcher capacity: of an expert's rows that have no place, drop those of the last tokens, or of the lowest
+    """Dispatcher capacity: of the rows beyond an expert's capacity, drop those of the last tokens, or of the lowest
     weights; grow drops the last and raises the factor to what was needed whenever a step is logged."""
     exchange_dtype: Literal["same", "float8"] = field(default="same", metadata=ADDED_LATER)
-    """Across ranks: rows travel to their experts in the dtype of activations, or as float8 with a scale each: half of
-    the bytes of bfloat16, rounded by up to 6%. What comes back, and gradients, travel as they are."""
+    """Across ranks: send rows to their experts in the dtype of the activations, or as float8 with a scale per row: half
+    the bytes of bfloat16, rounded by up to 6%. Expert outputs and gradients are never rounded."""
 
     def problems(self) -> list[str]:
-        """Everything that is wrong with this config, one sentence each; empty when it is sound."""
+        """All errors in this config, one sentence each; empty if it is valid."""
         found: list[str] = []
 
         def require(ok: bool, message: str) -> None:
@@ -157,12 +157,12 @@ class MoEConfig:
 
     @property
     def host_reads(self) -> int:
-        """How often a layer across ranks reads from the device in a forward pass."""
+        """Device-to-host reads in a forward pass of a layer that is sharded over ranks."""
         return 0 if self.force_load_balance or self.dispatcher == "capacity" else 1
 
     @property
     def can_compile(self) -> bool:
-        """Whether a layer can be traced: libraries that move rows can't be."""
+        """Whether a layer can be traced: the dispatch libraries can't be."""
         return self.dispatcher not in LIBRARIES
 
     @property
@@ -173,7 +173,7 @@ class MoEConfig:
         return self._shared_and_gate_params() + self.num_experts * self._params_per_expert()
 
     def num_active_params(self) -> int:
-        """Parameters that one token meets."""
+        """Parameters that one token uses."""
         return self._shared_and_gate_params() + self.top_k * self._params_per_expert()
 
     def _params_per_expert(self) -> int:

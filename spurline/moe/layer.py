@@ -21,10 +21,10 @@ from spurline.ops.skinny_matmul import skinny_linear
 
 
 class SharedExperts(Adaptable):
-    """The experts every token visits: one SwiGLU as wide as all of them together, maybe weighed by a gate."""
+    """The experts every token visits: one SwiGLU as wide as all of them together, optionally scaled by a gate."""
 
     precision: LowPrecision | None = None
-    """How matrices are multiplied, if not in the dtype of the tokens; the gate always is."""
+    """Precision of the matmuls, if not the dtype of the tokens, which the gate always uses."""
 
     def __init__(self, config: MoEConfig, init_std: float = 0.02, output_std: float | None = None) -> None:
         super().__init__()
@@ -66,10 +66,10 @@ class MoE(nn.Module):
         >>> moe = MoE(MoEConfig(dim=512, hidden_dim=256, num_experts=16, top_k=2), device="cpu", dtype=torch.float32)
         >>> y = moe(x)
 
-    A 3-D input is read as (B, L, D): the sequence-level balance loss is taken over each of the B rows. Balance losses
-    reach the gradients by themselves; `spurline.moe.update_expert_bias(model)` after each optimizer step moves the
-    selection bias and returns the rows each expert got. Under `torch.autocast`, experts compute in its dtype and so is
-    the output, as with nn.Linear; the router computes in float32.
+    A 3-D input is read as (B, L, D), and the sequence-level balance loss is taken over each of the B sequences. Balance
+    losses contribute to the gradients automatically; `spurline.moe.update_expert_bias(model)` after each optimizer step
+    updates the selection bias and returns the rows per expert. Under `torch.autocast`, the experts and the output have
+    its dtype, as with nn.Linear; the router computes in float32.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class MoE(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """init_std is of the initial weights; output_std of those that write the output, if it is another."""
+        """init_std: standard deviation of the initial weights; output_std: that of output projections."""
         super().__init__()
         self.config = config.check()
         with torch.device(device or torch.get_default_device()):
@@ -89,7 +89,7 @@ class MoE(nn.Module):
             self.experts = make_experts(config, init_std, output_std)
             self.shared_experts = SharedExperts(config, init_std, output_std) if config.num_shared_experts else None
             self.dispatcher = make_dispatcher(config)
-        self.sequence: SequenceParallel | None = None  # ranks that split the positions of sequences they all have
+        self.sequence: SequenceParallel | None = None  # ranks that have the same sequences and split their positions
         self.sequence_ranks: tuple[int, list[int], list[int] | None] | None = None  # see `set_sequence_ranks`
         if dtype is not None:
             self.to(dtype)
@@ -97,24 +97,24 @@ class MoE(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the weights anew from torch's default generator."""
+        """Reinitialize the weights from torch's default generator."""
         for module in self.children():
             for name, parameter in module.named_parameters(recurse=False):
                 if not parameter.is_meta:
                     module.init_parameter(name, parameter, None)  # type: ignore[operator]
 
     def set_sequence_ranks(self, size: int, rank_P: list[int], context_rank_P: list[int] | None = None) -> None:
-        """Say which of `size` shares of a sequence's positions each rank of the experts' group works on.
+        """Set which of `size` shares of a sequence's positions each rank of the expert group works on.
 
-        With the whole length given to `forward`, every rank then knows how many tokens each of them has. Under context
-        parallelism `context_rank_P` says whose part of the sequence these are shares of.
+        With the full length passed to `forward`, every rank then knows how many tokens each other rank has. Under
+        context parallelism, `context_rank_P` is the context parallel rank whose part of the sequence is shared.
         """
         self.sequence_ranks = size, rank_P, context_rank_P
 
     def forward(self, x: Tensor, length: int | None = None, shard: HeadTailShard | None = None) -> Tensor:
-        """(..., D) -> (..., D). `length` is that of the whole sequences, where x is this rank's share of positions.
+        """(..., D) -> (..., D). `length` is the full sequence length if x is this rank's share of the positions.
 
-        Under context parallelism `shard` is this rank's part of whole sequences, and `length` that of the part.
+        Under context parallelism, `shard` is this rank's part of the full sequence, and `length` the part's length.
         """
         dim = self.config.dim
         if not isinstance(x, Tensor) or x.dim() == 0 or x.shape[-1] != dim or not x.is_floating_point():
@@ -133,12 +133,12 @@ class MoE(nn.Module):
         routing = self.router(x_TD, x.shape[:-2].numel())
         plan = self.dispatcher.plan(routing, num_tokens_P)
         rows = plan.dispatch(x_TD)
-        if self.shared_experts is not None:  # computed while rows travel
+        if self.shared_experts is not None:  # computed while rows are in flight
             rows = replace(rows, onto_TD=self.shared_experts(x_TD), may_overwrite=self._owns_shared_output())
         return plan.combine(self.experts(rows)).view(x.shape)
 
     def _forward_under_autocast(self, x_TD: Tensor, shape: torch.Size, num_tokens_P: list[int] | None) -> Tensor:
-        """The same with casts at the edges. The shared experts alone see autocast: they may be any module."""
+        """The same with casts at the edges. Only the shared experts run under autocast: they may be any module."""
         device = x_TD.device.type
         low_TD = x_TD if x_TD.dtype == torch.float64 else x_TD.to(torch.get_autocast_dtype(device))
         with torch.autocast(device, enabled=False):
@@ -151,7 +151,7 @@ class MoE(nn.Module):
             return plan.combine(self.experts(rows)).view(shape)
 
     def _owns_shared_output(self) -> bool:
-        """Whether nobody else can hold the output of the shared experts: our own module returns a new tensor."""
+        """Whether nothing else can hold the shared experts' output: our own module returns a new tensor."""
         shared = self.shared_experts
         return type(shared) is SharedExperts and not shared._forward_hooks
 

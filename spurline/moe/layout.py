@@ -1,4 +1,4 @@
-"""How the weights of experts are laid out, by axis names. Free of torch.
+"""The layout of expert weights, by axis names. Torch-free.
 
 A layout names the axes of each weight: "expert" (E), "hidden" (F, the width that expert tensor parallelism splits) and
 "width" (D, the model's). A size may be a multiple of an axis: `times("hidden", 2)` for gate and up in one tensor.
@@ -45,7 +45,7 @@ def axis_names(layout: Layout, weight: str) -> tuple[str, ...]:
 
 
 def dim_of(layout: Layout, weight: str, axis: str) -> int | None:
-    """The dim of the weight that is this axis; None if it has none."""
+    """The dim of the weight that holds this axis; None if it has none."""
     names = axis_names(layout, weight)
     return names.index(axis) if axis in names else None
 
@@ -61,7 +61,7 @@ def params_per_expert(layout: Layout, *, hidden: int, width: int) -> int:
 
 
 def layout_problems(layout: Layout) -> list[str]:
-    """What is wrong with a layout, one sentence each; empty if it is sound."""
+    """All errors in a layout, one sentence each; empty if it is valid."""
     found = []
     for weight in layout:
         names = axis_names(layout, weight)

@@ -1,4 +1,4 @@
-"""What a router offers as metrics: rows per expert, how even they are, balance loss and selection bias."""
+"""The metrics of a router: rows per expert, how even they are, balance loss and selection bias."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def router_metrics(router: Router) -> dict[str, Metric]:
-    """Of the step that the last `update_expert_bias` ended."""
+    """The metrics of the step that ended with the last `update_expert_bias`."""
     metrics = {"balance_loss": Metric(router.balance_loss, "sum", per_layer=False)}
     if (count_E := router.step_count_E) is not None:  # summed over ranks already
         metrics["expert_load"] = Metric(count_E, "same")

@@ -1,4 +1,4 @@
-"""The definition of an MoE layer, in plain loops. Everything else is correct when it equals this.
+"""The reference implementation of an MoE layer, in plain loops. Every other path is tested against it.
 
 Slow on purpose: one token, one expert at a time. `weights` are the layer's parameters and buffers by name.
 """
@@ -15,7 +15,7 @@ from spurline.moe.config import MoEConfig
 def reference_moe(
     x_TD: Tensor, weights: dict[str, Tensor], config: MoEConfig, dropped: Container[tuple[int, int]] = ()
 ) -> Tensor:
-    """(T, D) -> (T, D). Rows (token, expert) that are `dropped`, for want of capacity, contribute nothing."""
+    """(T, D) -> (T, D). Rows (token, expert) that are `dropped`, for lack of capacity, contribute nothing."""
     w1_EFD, w3_EFD, w2_EDF = (weights[f"experts.{name}"] for name in ("w1_EFD", "w3_EFD", "w2_EDF"))
     score_TE = reference_scores(x_TD, weights, config)[1]
     outputs = []
@@ -50,7 +50,7 @@ def reference_scores(x_TD: Tensor, weights: dict[str, Tensor], config: MoEConfig
 
 
 def reference_choice(score_E: Tensor, token: int, bias_E: Tensor, config: MoEConfig) -> list[int]:
-    """The K experts of one token: best biased score first, lower id first among equals, only from the best groups."""
+    """The K experts of one token, from the best groups only: best biased score first, ties by lower id."""
     E, K, size = config.num_experts, config.top_k, config.num_experts // config.num_groups
     if config.force_load_balance:
         return [(token * K + k) % E for k in range(K)]

@@ -1,6 +1,6 @@
-"""The parts of an MoE layer that a config chooses by name: ours, and those that users register. Free of torch.
+"""The components of an MoE layer that a config selects by name, built-in or registered by users. Torch-free.
 
-A part is the object itself, or "module:attribute", which is imported when a layer is built.
+A component is the object itself, or "module:attribute", which is imported when a layer is built.
 """
 
 from __future__ import annotations
@@ -34,23 +34,24 @@ KERNELS: dict[str, Any] = {
 
 
 def register_router(name: str, make: Callable[..., Any] | str) -> None:
-    """Make a router of your own known as MoEConfig.router = name: make(config, init_std) -> module.
+    """Register a router as MoEConfig.router = name: make(config, init_std) -> module.
 
-    The module turns (x_TD, num_sequences) into a Routing. Subclasses of spurline.moe.Router are counted and balanced.
+    The module maps (x_TD, num_sequences) to a Routing. Rows are counted and balanced only for subclasses of
+    spurline.moe.Router.
     """
     register("router", ROUTERS, name, make)
 
 
 def register_dispatcher(name: str, make: Callable[..., Any] | str) -> None:
-    """Make a dispatcher of your own known as MoEConfig.dispatcher = name: make(config) -> dispatcher."""
+    """Register a dispatcher as MoEConfig.dispatcher = name: make(config) -> dispatcher."""
     register("dispatcher", DISPATCHERS, name, make)
 
 
 def register_experts(name: str, experts: Callable[..., Any] | str, layout: Layout) -> None:
-    """Make experts of your own known as MoEConfig.experts = name: a subclass of spurline.moe.Experts, and its layout.
+    """Register experts as MoEConfig.experts = name: a subclass of spurline.moe.Experts, and its layout.
 
-    The layout names the axes of every weight (see `spurline.moe.layout`); all that shards, initializes or counts
-    weights reads it.
+    The layout names the axes of every weight (see `spurline.moe.layout`); sharding, initialization and parameter
+    counts read it.
     """
     if problems := layout_problems(layout):
         raise ValueError(f"experts {name!r}: " + "; ".join(problems))
@@ -59,12 +60,12 @@ def register_experts(name: str, experts: Callable[..., Any] | str, layout: Layou
 
 
 def register_kernel(name: str, make: Callable[[], Any] | str) -> None:
-    """Make a kernel of your own known as MoEConfig.experts_backend = name: a subclass of spurline.moe.Kernel."""
+    """Register a kernel as MoEConfig.experts_backend = name: a subclass of spurline.moe.Kernel."""
     register("experts_backend", KERNELS, name, make)
 
 
 def register_experts_backend(name: str, backend: Callable[..., Any] | str) -> None:
-    """Make a function of your own known as MoEConfig.experts_backend = name: it computes SwiGLU experts as a whole.
+    """Register a function as MoEConfig.experts_backend = name: it computes complete SwiGLU experts.
 
     backend(rows_RD, w1_eFD, w3_eFD, w2_eDF, rows_per_expert) -> rows_RD; see docs/extending.md.
     """

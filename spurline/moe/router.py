@@ -27,31 +27,31 @@ if TYPE_CHECKING:
 
 
 class Router(nn.Module):
-    """Scores experts in fp32, picks K of them for each token and keeps the balance between them."""
+    """Scores experts in fp32, selects K of them for each token and keeps their load balanced."""
 
     gate_ED: nn.Parameter
     expert_bias_E: Tensor
     row_count_E: Tensor
     balance_loss: Tensor
     token_weight: Tensor
-    metrics_of_parent = True  # they are those of the MoE layer
-    keeps_float32 = True  # the gate, in whatever dtype FSDP2 gathers other weights
+    metrics_of_parent = True  # reported as the MoE layer's
+    keeps_float32 = True  # FSDP2 gathers the gate in float32, whatever the dtype of other weights
 
     def __init__(self, config: MoEConfig, init_std: float = 0.02) -> None:
         super().__init__()
         self.config = config
         self.init_std = init_std
-        self.balance_group: ProcessGroup | None = None  # the ranks whose tokens a balance loss takes as one batch
+        self.balance_group: ProcessGroup | None = None  # the ranks whose tokens form one batch for the balance loss
         self.tape: RoutingTape | None = None  # see `put_on_tape`
         self.layer = ""  # its name on the tape
-        self.step_count_E: Tensor | None = None  # of all ranks, between the last two balance updates
+        self.step_count_E: Tensor | None = None  # rows over all ranks, between the last two balance updates
         self.gate_ED = nn.Parameter(torch.empty(config.num_experts, config.dim))
         self.gate_bias_E = nn.Parameter(torch.empty(config.num_experts)) if config.gate_bias else None
         self.register_buffer("expert_bias_E", torch.empty(config.num_experts, dtype=torch.float32))
         for name, shape, dtype in (
             ("row_count_E", config.num_experts, torch.int64),  # rows since the last balance update
             ("balance_loss", (), torch.float32),  # balance and z losses since then
-            ("token_weight", (), torch.float32),  # of one token in the step's loss; 0: one over the call's tokens
+            ("token_weight", (), torch.float32),  # of one token in the step's loss; 0: 1 / tokens of the call
         ):
             self.register_buffer(name, torch.empty(shape, dtype=dtype), persistent=False)
         self.init_buffers()
@@ -77,7 +77,7 @@ class Router(nn.Module):
         return self
 
     def forward(self, x_TD: Tensor, num_sequences: int = 1) -> Routing:
-        """(T, D) -> Routing; the tokens are num_sequences sequences of equal length, one after the other."""
+        """(T, D) -> Routing; the tokens are num_sequences sequences of equal length, concatenated."""
         config = self.config
         logit_TE = self.logits(x_TD)
         score_TE = logit_TE.softmax(-1) if config.score_func == "softmax" else logit_TE.sigmoid()
@@ -118,7 +118,7 @@ class Router(nn.Module):
         return F.linear(x_TD.to(dtype), local(self.gate_ED).to(dtype), bias_E)
 
     def select_experts(self, score_TE: Tensor) -> Tensor:
-        """The K best experts of each token by biased score, lower id first among equals."""
+        """The K best experts of each token by biased score, ties by lower id."""
         biased_TE = score_TE + self.expert_bias_E
         if self.config.num_groups > 1:
             biased_TE = self._only_best_groups(biased_TE)
@@ -140,7 +140,7 @@ class Router(nn.Module):
         num_rows = x_TD.shape[0] * K
         expert_TK = (torch.arange(num_rows, device=x_TD.device) % E).view(-1, K)
         count_E = (num_rows + E - 1 - torch.arange(E, device=x_TD.device)) // E
-        # Traced, a list of E symbols would be worth less than the tensor.
+        # While tracing, a list of E symbols would be less useful than the tensor.
         known = None if torch.compiler.is_compiling() else [(num_rows + E - 1 - e) // E for e in range(E)]
         return expert_TK, count_E, known
 

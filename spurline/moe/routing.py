@@ -1,4 +1,4 @@
-"""Routing: which experts each token visits, as a value. T tokens, K experts per token, E experts."""
+"""Routing: which experts each token visits. T tokens, K experts per token, E experts."""
 
 from dataclasses import dataclass
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Routing:
-    """Where every token goes: made once by the router, used by dispatch, experts and statistics alike."""
+    """Where every token goes: computed once by the router, used by dispatch, experts and statistics."""
 
     expert_TK: Tensor
     weight_TK: Tensor
     count_E: Tensor
     host_count_E: list[int] | None = None
-    """count_E as host integers, where they are known without asking the device."""
+    """count_E as host integers, if they are known without reading from the device."""

@@ -1,7 +1,7 @@
-"""A tape of routing decisions: routers write to it, or read from it what they are to decide.
+"""A tape of routing decisions: routers record their decisions on it, or replay recorded ones.
 
 S sequences of L positions in a step, K experts per token, T tokens of this rank's micro-batch. A tape belongs to the
-routers of one model (`put_on_tape`) and moves on with the micro-batches of its trainer; elsewhere it is off.
+routers of one model (`put_on_tape`) and advances with the micro-batches of its trainer; elsewhere it is off.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ Weights = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Place:
-    """Which tokens of the step a micro-batch has on this rank."""
+    """Which tokens of the step this rank's micro-batch has."""
 
     sequences: tuple[int, ...]
-    """Numbers of its sequences, counted from the first of the step."""
+    """Indices of its sequences within the step."""
     length: int
-    """Positions of a sequence."""
+    """Positions per sequence."""
     num_shares: int = 1
-    """Into how many shares the positions of a sequence are split..."""
+    """Number of shares that the positions of a sequence are split into."""
     share: int = 0
-    """... and which one is this rank's."""
+    """Index of this rank's share."""
 
     def positions(self, layer: str) -> slice:
-        """This rank's positions in a layer. A module that predicts k tokens further has k positions less."""
+        """This rank's positions in a layer. An MTP module that predicts k tokens ahead has k fewer positions."""
         further = re.match(r"mtp\.(\d+)\.", layer)
         length = self.length - (int(further[1]) + 1 if further else 0)
         shard = SequenceShard(length, self.num_shares, self.share)
@@ -44,7 +44,7 @@ class Place:
 
 
 class RoutingTape:
-    """The decisions of a step by layer, as they are made or as they are to be made."""
+    """The routing decisions of a step by layer, recorded or to be replayed."""
 
     def __init__(self, records: bool, with_weights: bool = False) -> None:
         self.records, self.with_weights = records, with_weights
@@ -53,10 +53,10 @@ class RoutingTape:
         self.ids: dict[str, list[tuple[Place, Ids]]] = {}
         self.weights: dict[str, list[tuple[Place, Weights]]] = {}
         self.replayed: Mapping[str, Ids] | None = None
-        """For each layer the decisions of the whole step, (S, L, K)."""
+        """The decisions of the full step by layer, (S, L, K)."""
 
     def decided(self, layer: str, expert_TK: Tensor) -> Tensor:
-        """What is to be done instead of the router's own decision, or that."""
+        """The replayed decision, or the router's own if nothing is replayed."""
         if self.place is None or self.replayed is None:
             return expert_TK
         part = self.replayed[layer][list(self.place.sequences)][:, self.place.positions(layer)]
@@ -69,7 +69,7 @@ class RoutingTape:
         return ids
 
     def note(self, layer: str, expert_TK: Tensor, weight_TK: Tensor) -> None:
-        """Keep a decision; once, however often a backward pass computes it again."""
+        """Record a decision once, even if the backward pass recomputes it."""
         if self.place is None or not self.records or torch._C._current_graph_task_id() != -1:
             return
         shape = len(self.place.sequences), -1, expert_TK.shape[1]
@@ -84,6 +84,6 @@ class RoutingTape:
 
 
 def put_on_tape(model: nn.Module, tape: RoutingTape | None) -> None:
-    """Have all routers of a model write to a tape, or read from it; None: no more."""
+    """Attach a tape to all routers of a model, to record on or to replay from; None detaches it."""
     for layer, router in routers(model).items():
         router.tape, router.layer = tape, layer

@@ -25,9 +25,9 @@ _counted: dict[str, tuple[Callable[..., Any], Paths]] = {}
 
 
 def counted(paths: Paths) -> Callable[[F], F]:
-    """Count the calls of a method: under a name, or under what a function of its arguments returns.
+    """Count the calls of a method under a name, or under names that a function of its arguments returns.
 
-    That function returns names, or a dict of names and amounts.
+    That function returns a list of names, or a dict of names and amounts.
     """
 
     def note(method: F) -> F:
@@ -63,7 +63,7 @@ def enable(on: bool = True) -> None:
 
 
 def counters() -> dict[str, int]:
-    """What was counted since the last reset, sorted by name."""
+    """The counts since the last reset, sorted by name."""
     return dict(sorted(_counts.items()))
 
 
@@ -72,7 +72,7 @@ def reset() -> None:
 
 
 def ranks_that_count(wanted: str) -> Callable[[int], bool] | None:
-    """Which ranks a value of SPURLINE_COUNTERS names, as a test of a rank; None for a value that is not understood."""
+    """A predicate for the ranks that a value of SPURLINE_COUNTERS selects; None for an invalid value."""
     wanted = wanted.strip().lower()
     if wanted in ("", "0", "false", "no", "off"):
         return lambda rank: False

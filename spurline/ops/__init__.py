@@ -1,1 +1,1 @@
-"""Registered ops that every room may use: each has a fake implementation and a gradient, so that tracing works."""
+"""Registered ops for the entire package: each has a fake implementation and a gradient, so that tracing works."""

@@ -1,7 +1,7 @@
-"""Random numbers for initial weights, which depend on a key alone: not on the device, the process or what came before.
+"""Random initial weights that depend on a key only: not on the device, the process or previous draws.
 
-`init_parameter(name, tensor, generator)` of a module fills a parameter. Marked with `drawn_in_blocks`, it is given one
-block of the parameter after the other, and a rank asks only for the blocks that overlap what it holds.
+`init_parameter(name, tensor, generator)` of a module fills a parameter. Marked with `drawn_in_blocks`, it is called for
+one block of the parameter at a time, and a rank draws only the blocks that overlap its shard.
 """
 
 import hashlib
@@ -17,14 +17,14 @@ F = TypeVar("F", bound=Callable[..., None])
 _WITHIN_3_STD = 0.9973002039367398
 """The probability that a normally distributed number is less than three standard deviations from its mean."""
 _NUM_WORDS, _FIRST_WORD = 624, 3
-"""Where the words of the Mersenne Twister lie in the state of a CPU generator, all of it read as 8-byte words."""
+"""Where the words of the Mersenne Twister are in the state of a CPU generator, read as 8-byte words."""
 
 
 @torch.no_grad()
 def fill_truncated_normal(tensor: Tensor, std: float, generator: torch.Generator | None) -> None:
     """Fill `tensor` in place from a normal distribution truncated at three standard deviations.
 
-    By the inverse of the cumulative distribution function: about three times as fast as `nn.init.trunc_normal_`.
+    Uses the inverse of the cumulative distribution function: about three times as fast as `nn.init.trunc_normal_`.
     """
     in_place = tensor.dtype in (torch.float32, torch.float64)
     value = tensor if in_place else torch.empty_like(tensor, dtype=torch.float32)
@@ -35,10 +35,10 @@ def fill_truncated_normal(tensor: Tensor, std: float, generator: torch.Generator
 
 
 def drawn_in_blocks(init_parameter: F) -> F:
-    """Mark a module's `init_parameter` as one that draws all elements of a parameter alike.
+    """Mark a module's `init_parameter` as one that draws all elements of a parameter from the same distribution.
 
-    It is then given two-dimensional blocks of the parameter instead of the whole, so it must not read the shape of its
-    tensor. An override in a subclass is not marked unless it says so itself.
+    It is then called with two-dimensional blocks of the parameter instead of the full tensor, so it must not read the
+    shape of its tensor. An override in a subclass must be marked itself.
     """
     init_parameter.drawn_in_blocks = True  # type: ignore[attr-defined]
     return init_parameter
@@ -49,10 +49,10 @@ def is_drawn_in_blocks(module: Any) -> bool:
 
 
 class KeyedGenerator:
-    """A CPU generator that can be set to the beginning of the sequence of any key.
+    """A CPU generator that can be set to the start of the sequence of any key.
 
-    `manual_seed` keeps 32 bits of a seed, so that among the 40 million blocks of a large model one in a hundred would
-    equal another one. Here the whole state comes from a hash of the key.
+    `manual_seed` keeps 32 bits of a seed, so among the 40 million blocks of a large model one in a hundred would equal
+    another one. Here the full state comes from a hash of the key.
     """
 
     def __init__(self) -> None:

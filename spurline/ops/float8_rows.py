@@ -1,8 +1,8 @@
-"""Rows as bytes: their numbers as float8 with a scale each, and what they carry along as it is.
+"""Rows packed as bytes: activations as float8 with a scale per row, other columns unchanged.
 
-S rows, D numbers that are rounded, X columns in all, Y bytes of a packed row: D for the numbers, 4 for the scale, the
+S rows, D columns that are rounded, X columns in all, Y bytes of a packed row: D for the numbers, 4 for the scale, the
 bytes of the other columns, up to a multiple of 16. In bfloat16 that is D + 32 bytes with a weight, instead of 2 D + 16.
-A number comes back with a relative error of at most 2**-4, and a row of normal numbers with one of about 2.6e-2.
+The relative error of a number is at most 2**-4, and about 2.6e-2 for a row of normally distributed numbers.
 """
 
 import torch
@@ -15,13 +15,13 @@ _MULTIPLE = 16
 
 
 def packed_bytes(width: int, num_columns: int, itemsize: int) -> int:
-    """Y: the bytes of a packed row."""
+    """Y: the size of a packed row in bytes."""
     return -(-(width + _SCALE_BYTES + (num_columns - width) * itemsize) // _MULTIPLE) * _MULTIPLE
 
 
 @torch.library.custom_op("spurline::pack_rows", mutates_args=())
 def pack_rows(rows_SX: Tensor, width: int) -> Tensor:
-    """(S, X) -> (S, Y) of uint8: the first `width` columns as e4m3, the others as they are."""
+    """(S, X) -> (S, Y) of uint8: the first `width` columns as e4m3, the others unchanged."""
     num_rows, num_columns = rows_SX.shape
     packed_SY = rows_SX.new_zeros(num_rows, packed_bytes(width, num_columns, rows_SX.itemsize), dtype=torch.uint8)
     if not num_rows:

@@ -26,24 +26,24 @@ class _SwiGLU(Function):
 
 
 def _silu_backward(grad: Tensor, gate: Tensor) -> Tensor:
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # to be differentiated again, which the op is not
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph: the op has no second derivative
         sigmoid = torch.sigmoid(gate)
         return grad * sigmoid * (1 + gate * (1 - sigmoid))
     return torch.ops.aten.silu_backward(grad, gate)
 
 
 swiglu = _SwiGLU.apply
-"""swiglu(gate, up, weight=None): silu(gate) * up, of any shape (.., F); with weights (..), each row times its own.
+"""swiglu(gate, up, weight=None): silu(gate) * up, of any shape (.., F); with weights (..), each row is scaled.
 
-For the backward pass only the arguments are kept: to compute the activation again costs no more than to read it.
+Only the arguments are saved for the backward pass: recomputing the activation costs no more than reading it.
 """
 
 
 @torch.library.custom_op("spurline::stable_topk", mutates_args=())
 def stable_topk(score_TE: Tensor, k: int) -> Tensor:
-    """(T, E) -> (T, k): the ids of the k highest scores, highest first; of equal scores the lower id (unlike topk)."""
+    """(T, E) -> (T, k): the ids of the k highest scores, highest first; ties by lower id (unlike topk)."""
     if score_TE.device.type == "cpu":
-        # Where no two of the best k + 1 scores are equal, `topk` has one answer, in half the time of a sort or less.
+        # If the best k + 1 scores are distinct, `topk` has only one answer, in half the time of a sort or less.
         best = score_TE.topk(min(k + 1, score_TE.shape[1]), dim=-1)
         if (best.values[:, :-1] > best.values[:, 1:]).all():
             return best.indices[:, :k].contiguous()
@@ -56,17 +56,17 @@ def _(score_TE: Tensor, k: int) -> Tensor:
 
 
 _ran_without_grad: set[int] = set()
-"""The owners (by address) whose last forward outside of a backward pass ran with gradients off."""
+"""The owners (by address) whose last forward outside a backward pass ran with gradients off."""
 
 
 @torch.library.custom_op("spurline::accumulate_once", mutates_args={"total"})
 def accumulate_once(total: Tensor, value: Tensor, owner: Tensor, grad_enabled: bool) -> None:
-    """Add value to total once for each micro-batch that is trained, however its forward is recomputed.
+    """Add value to total once per training micro-batch, even if its forward is recomputed.
 
-    A forward with gradients counts, unless a backward pass repeats one that has been counted (activation checkpointing,
-    use_reentrant=False). With use_reentrant=True the first forward has gradients off, and the one inside the backward
-    pass counts. Only inside a backward pass is there a graph task. `owner` is a tensor of the module that counts, at
-    the same address in both forwards: it is not read. (Traced, `total` itself may be a copy.)
+    A forward with gradients counts, unless it runs in a backward pass and repeats one that has been counted (activation
+    checkpointing, use_reentrant=False). With use_reentrant=True the first forward has gradients off, and the one inside
+    the backward pass counts. A graph task exists only inside a backward pass. `owner` is a tensor of the counting
+    module, at the same address in both forwards; it is not read. (While tracing, `total` itself may be a copy.)
     """
     address = owner.data_ptr()
     if torch._C._current_graph_task_id() == -1:
@@ -80,7 +80,7 @@ def accumulate_once(total: Tensor, value: Tensor, owner: Tensor, grad_enabled: b
 
 @torch.library.custom_op("spurline::raise_to", mutates_args={"total"})
 def raise_to(total: Tensor, value: Tensor) -> None:
-    """Make total the larger one of itself and value; to do so again, as recomputation does, changes nothing."""
+    """Set total to the maximum of itself and value; idempotent, so recomputation changes nothing."""
     total.copy_(torch.maximum(total, value))
 
 

@@ -1,11 +1,11 @@
-"""Products whose operands are rounded to 8 bits: float8 with a scale a row, MXFP8 with a scale for every 32 numbers.
+"""Matmuls with operands rounded to 8 bits: float8 with a scale per row, MXFP8 with a scale per 32 numbers.
 
-Scales are powers of two along the dim that a product sums over, so each operand is rounded once for every product that
-it is part of. Here the rounded operands are multiplied in the dtype of the activations, which holds them exactly: the
-result is that of a device with 8-bit products, up to the order of its sums. Rounding is torchao's, bit for bit.
+Scales are powers of two along the reduction dim of a matmul, so each operand is rounded once for every matmul that it
+is used in. Here the rounded operands are multiplied in the dtype of the activations, which represents them exactly: the
+result equals that of a device with 8-bit matmuls, up to summation order. Rounding matches torchao bit for bit.
 
 float8   scale = largest power of two with |x| * scale <= the largest float8 number, for each row (or column)
-mxfp8    e8m0 scale (rounded up) for each block of 32 along the summed dim
+mxfp8    e8m0 scale (rounded up) for each block of 32 along the reduction dim
 
 R rows, I inputs, O outputs.
 """
@@ -27,26 +27,26 @@ _LEAST = 1e-12
 
 
 class LowPrecision(NamedTuple):
-    """How a layer multiplies."""
+    """The precision of a layer's matmuls."""
 
     recipe: str
     """float8 or mxfp8."""
     grad_dtype: str = "e4m3"
-    """What gradients are rounded to: e4m3 or e5m2. Activations and weights are e4m3."""
+    """What gradients are rounded to: e4m3 or e5m2. Activations and weights are always e4m3."""
     native: bool = False
-    """Whether a device multiplies 8 bits, by torchao; else operands are rounded and multiplied as they are."""
+    """Whether the device multiplies in 8 bits, by torchao; else rounded operands are multiplied in their own dtype."""
 
 
 def float8_scale(largest: Tensor, dtype: torch.dtype) -> Tensor:
-    """What numbers up to `largest` are multiplied by: a power of two."""
+    """The factor for numbers up to `largest`: a power of two."""
     scale = (torch.finfo(dtype).max / largest.double().clamp_min(_LEAST)).float()
     return torch.exp2(torch.floor(torch.log2(scale)))
 
 
 def mx_scale(largest: Tensor, dtype: torch.dtype) -> Tensor:
-    """What numbers up to `largest` are multiplied by: the reciprocal of an e8m0 scale, which is rounded up."""
+    """The factor for numbers up to `largest`: the reciprocal of an e8m0 scale, which is rounded up."""
     exponent = torch.ceil(torch.log2(largest.float() / torch.finfo(dtype).max)).clamp(-127, 127)
-    # An exponent of -127 is that of zeros, which stay what they are.
+    # An exponent of -127 means zeros, which stay zero.
     return torch.where(exponent == -127, 1.0, torch.exp2(-exponent))
 
 
@@ -54,7 +54,7 @@ _SCALES = {"float8": float8_scale, "mxfp8": mx_scale}
 
 
 def _round(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """x * scale as 8 bits, saturated, and back, in the dtype of x."""
+    """x * scale converted to 8 bits, saturated, and back to the dtype of x."""
     most = torch.finfo(dtype).max
     return ((x.float() * scale).clamp(-most, most).to(dtype).float() / scale).to(x.dtype)
 
@@ -76,7 +76,7 @@ def round_operand(x: Tensor, recipe: str, dtype: str, dim: int) -> Tensor:
 
 @torch.library.custom_op("spurline::round_groups", mutates_args=())
 def round_groups(rows_RI: Tensor, count_e: Tensor, recipe: str, dtype: str) -> Tensor:
-    """(R, I) rounded with scales along the rows of each expert: one, or one for each 32 rows; nothing is read back."""
+    """(R, I) rounded with scales along the rows of each expert: one, or one per 32 rows; no device-to-host read."""
     num_rows, num_experts = rows_RI.shape[0], count_e.shape[0]
     if not num_rows:
         return rows_RI.clone()
@@ -126,7 +126,7 @@ class _Linear(Function):
 
 
 def linear(x: Tensor, w_OI: Tensor, precision: LowPrecision | None = None) -> Tensor:
-    """(..., I) -> (..., O): the product with the transposed matrix, in 8 bits if the layer has that precision."""
+    """(..., I) -> (..., O): x times the transposed matrix, in 8 bits if the layer has such a precision."""
     if precision is None:
         return plain_linear(x, w_OI)
     x_RI = x.reshape(-1, x.shape[-1])
@@ -136,5 +136,5 @@ def linear(x: Tensor, w_OI: Tensor, precision: LowPrecision | None = None) -> Te
         y_RO = native_linear(x_RI, w_OI, precision)
     else:
         y_RO = _Linear.apply(x_RI, w_OI, precision.recipe, precision.grad_dtype)
-    # Not a view to autograd: FSDP2 warns of modules that return one.
+    # Not a view to autograd: FSDP2 warns about modules that return views.
     return torch.ops.aten._unsafe_view.default(y_RO, [*x.shape[:-1], w_OI.shape[0]])

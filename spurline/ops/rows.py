@@ -1,7 +1,7 @@
-"""Gather rows of tokens, and its mirror: add rows back onto tokens in a fixed order.
+"""Gather rows from tokens, and its mirror: add rows back to their tokens in a fixed order.
 
-T tokens, R rows, A places for rows, D width. `token_R` says which token a row belongs to. The gradient of one op is the
-other, so both are deterministic in both directions, and both can be differentiated any number of times.
+T tokens, R rows, A places for rows, D width. `token_R` is the token of each row. The gradient of one op is the other,
+so both are deterministic in both directions, and both can be differentiated any number of times.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ def gather_rows(x_TD: Tensor, token_R: Tensor) -> Tensor:
 
 @torch.library.custom_op("spurline::scatter_add_rows", mutates_args=())
 def scatter_add_rows(rows_RD: Tensor, token_R: Tensor, num_tokens: int, base_TD: Tensor | None = None) -> Tensor:
-    """(R, D) -> (T, D): the sum of each token's rows in the order of the rows, on top of base_TD if there is one."""
+    """(R, D) -> (T, D): the sum of each token's rows in row order, added to base_TD if there is one."""
     out_TD = rows_RD.new_zeros(num_tokens, rows_RD.shape[1]) if base_TD is None else base_TD.clone()
     _add_in_row_order(out_TD, token_R, rows_RD)
     return out_TD
@@ -27,19 +27,19 @@ def scatter_add_rows(rows_RD: Tensor, token_R: Tensor, num_tokens: int, base_TD:
 
 @torch.library.custom_op("spurline::scatter_add_rows_", mutates_args={"base_TD"})
 def scatter_add_rows_(base_TD: Tensor, token_R: Tensor, rows_RD: Tensor) -> None:
-    """Add each token's rows onto base_TD (T, D) in place; forward only."""
+    """Add each token's rows to base_TD (T, D) in place; forward only."""
     _add_in_row_order(base_TD, token_R, rows_RD)
 
 
 def _add_in_row_order(out_TD: Tensor, token_R: Tensor, rows_RD: Tensor) -> None:
-    # index_add_ on a CPU walks the rows one after the other; elsewhere only the deterministic algorithms do.
+    # On a CPU, index_add_ adds rows in order; elsewhere only the deterministic algorithm does.
     with _deterministic(out_TD.device.type != "cpu"):
         out_TD.index_add_(0, token_R, rows_RD)
 
 
 @contextmanager
 def _deterministic(needed: bool) -> Iterator[None]:
-    """Run with deterministic algorithms, and leave the global flags as they were, also after an error."""
+    """Run with deterministic algorithms, and restore the global flags, also after an error."""
     if not needed:
         yield
         return
@@ -53,19 +53,19 @@ def _deterministic(needed: bool) -> Iterator[None]:
 
 @torch.library.custom_op("spurline::permute_rows", mutates_args=())
 def permute_rows(rows_RD: Tensor, index_R: Tensor, inverse_R: Tensor) -> Tensor:
-    """(R, D) -> (R, D): row r of the result is row index_R[r]; the gradient comes back by inverse_R."""
+    """(R, D) -> (R, D): row r of the result is row index_R[r]; the gradient is permuted by inverse_R."""
     return rows_RD.index_select(0, index_R)
 
 
 @torch.library.custom_op("spurline::pad_rows", mutates_args=())
 def pad_rows(rows_RD: Tensor, place_R: Tensor, num_places: int) -> Tensor:
-    """(R, D) -> (A, D): each row in its own place, zeros in places without a row."""
+    """(R, D) -> (A, D): each row in its own place, zeros in empty places."""
     return rows_RD.new_zeros(num_places, rows_RD.shape[1]).index_copy_(0, place_R, rows_RD)
 
 
 @torch.library.custom_op("spurline::unpad_rows", mutates_args=())
 def unpad_rows(rows_AD: Tensor, place_R: Tensor) -> Tensor:
-    """(A, D) -> (R, D): what lies in the place of each row; no two have the same."""
+    """(A, D) -> (R, D): the row in each place of place_R, which are distinct."""
     return rows_AD.index_select(0, place_R)
 
 
@@ -100,7 +100,7 @@ def _(rows_AD: Tensor, place_R: Tensor) -> Tensor:
 
 
 def _save_for_padding(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    # Not among the saved tensors, for the same reason as in `_save_for_gather`.
+    # Not a saved tensor, for the same reason as in `_save_for_gather`.
     ctx.place_R, ctx.num_places = inputs[1], inputs[0].shape[0]
 
 
@@ -122,7 +122,7 @@ def _permute_backward(ctx, grad_RD):  # type: ignore[no-untyped-def]
 
 
 def _save_for_gather(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    # Not among the saved tensors: a recomputed forward stops at the last of those, before rows come back to be added.
+    # Not a saved tensor: recomputation stops at the last of those, before rows are sent back to be combined.
     x_TD, ctx.token_R = inputs
     ctx.num_tokens = x_TD.shape[0]
 

@@ -1,4 +1,4 @@
-"""Products in 8 bits on devices that have them, by torchao (0.18): rounded as in `low_precision.py`.
+"""8-bit matmuls on devices that have them, by torchao (0.18), with the rounding of `low_precision.py`.
 
 R rows sorted by expert, e experts, I inputs, O outputs. Imported on use. Not yet run on a device.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 from spurline.ops.low_precision import DTYPES, LowPrecision
 
 MULTIPLES = {"float8": 16, "mxfp8": 32}
-"""What the rows of each expert are padded to."""
+"""The rows of each expert are padded to a multiple of this."""
 
 
 @cache
@@ -25,7 +25,7 @@ def has_torchao() -> bool:
 
 @cache
 def _float8_config(grad_dtype: str) -> tuple[Any, Any]:
-    """torchao's rowwise recipe, with gradients of this dtype."""
+    """torchao's rowwise recipe, with gradients in this dtype."""
     from dataclasses import replace
 
     from torchao.float8.config import CastConfig, Float8LinearConfig, ScalingGranularity
@@ -53,11 +53,11 @@ def native_linear(x_RI: Tensor, w_OI: Tensor, precision: LowPrecision) -> Tensor
 
 
 def native_grouped_matmul(rows_RI: Tensor, w_eOI: Tensor, count_e: Tensor, precision: LowPrecision) -> Tensor:
-    """(R, I) and (e, O, I) -> (R, O), with each expert's rows padded as the device wants them. Nothing is read back."""
+    """(R, I) and (e, O, I) -> (R, O), with each expert's rows padded as the device requires. No device-to-host read."""
     count_e = count_e.to(rows_RI.device)
     place_R, end_e, num_padded = padded_places(count_e, rows_RI.shape[0], MULTIPLES[precision.recipe])
     padded_PI = rows_RI.new_zeros(num_padded, rows_RI.shape[1]).index_copy(0, place_R, rows_RI)
-    # torchao wants the right operand with its summed dim innermost, which is how the weights lie.
+    # torchao wants the right operand with its reduction dim innermost, which is the layout of the weights.
     matrices, out = w_eOI.contiguous().transpose(-2, -1), rows_RI.dtype
     if precision.recipe == "float8":
         from torchao.prototype.moe_training import _to_fp8_rowwise_then_scaled_grouped_mm as float8_product
@@ -71,9 +71,9 @@ def native_grouped_matmul(rows_RI: Tensor, w_eOI: Tensor, count_e: Tensor, preci
 
 
 def padded_places(count_e: Tensor, num_rows: int, multiple: int) -> tuple[Tensor, Tensor, int]:
-    """Where rows lie when those of each expert are padded to a multiple: their places, where experts end, and the size.
+    """The layout of rows padded to a multiple per expert: the place of each row, where experts end, and the size.
 
-    The size is the most that any counts can need, known without the counts; what lies behind the last end is unused.
+    The size is the most that any counts can need, known without the counts; what is past the last end is unused.
     """
     padded_e = (count_e + multiple - 1) // multiple * multiple
     rows = torch.arange(num_rows, device=count_e.device)

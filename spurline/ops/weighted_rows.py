@@ -1,8 +1,8 @@
-"""Rows that carry their routing weight along, as further columns.
+"""Rows that carry their routing weight in extra columns.
 
-T tokens, S rows that leave, R rows that arrive, D width, X = D + 16 bytes. A weight of float32 is the sum of three
-numbers of a 16-bit dtype, exactly: so it crosses ranks inside its row, in the dtype of the rows, without a message of
-its own and without being rounded. Its gradient comes back in the same way.
+T tokens, S rows that leave, R rows that arrive, D width, X = D + 16 bytes. A float32 weight is exactly the sum of three
+numbers of a 16-bit dtype, so it is sent inside its row, in the dtype of the rows, without a separate message and
+without rounding. Its gradient comes back in the same way.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch.autograd.function import Function
 from spurline.ops.rows import scatter_add_rows
 
 COLUMN_BYTES = 16
-"""What a weight takes in a row: rows of a multiple of 16 bytes stay one, which kernels load fastest."""
+"""Bytes that a weight takes in a row: rows stay a multiple of 16 bytes, which kernels load fastest."""
 
 
 @torch.library.custom_op("spurline::gather_weighted_rows", mutates_args=())
 def gather_weighted_rows(x_TD: Tensor, token_S: Tensor, weight_S: Tensor) -> Tensor:
-    """(T, D), (S,) and (S,) -> (S, X): row s is token token_S[s], and behind it weight_S[s]."""
+    """(T, D), (S,) and (S,) -> (S, X): row s is token token_S[s], followed by weight_S[s]."""
     rows_SX = x_TD.new_empty(token_S.shape[0], joined_width(x_TD))
     torch.index_select(x_TD, 0, token_S, out=rows_SX[:, : x_TD.shape[1]])
     rows_SX[:, x_TD.shape[1] :] = _columns(weight_S, rows_SX.dtype)
@@ -39,7 +39,7 @@ def split_weighted_rows(rows_RX: Tensor, width: int, weight_dtype: torch.dtype) 
 
 
 def joined_width(x_TD: Tensor) -> int:
-    """X: the columns of a row that carries its weight."""
+    """X: the number of columns of a row that carries its weight."""
     return x_TD.shape[1] + COLUMN_BYTES // x_TD.dtype.itemsize
 
 
@@ -60,13 +60,13 @@ def _columns(weight_S: Tensor, dtype: torch.dtype) -> Tensor:
     for _ in range(_num_parts(weight_S.dtype, dtype)):
         parts.append(rest_S.to(dtype))
         rest_S = rest_S - parts[-1].to(rest_S.dtype)  # exact: a number and its rounding differ by less than both
-    # As columns like the others: padding reads the number of rows, which a trace can't know.
+    # Zeros as columns like the others: F.pad would read the number of rows, which is unknown while tracing.
     parts += [torch.zeros_like(parts[0])] * (COLUMN_BYTES // dtype.itemsize - len(parts))
     return torch.stack(parts, dim=1)
 
 
 def _weights(rows_RX: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """(R, X) -> (R,): the inverse of `_columns`, added up from the largest part down, which is exact."""
+    """(R, X) -> (R,): the inverse of `_columns`, summed from the largest part down, which is exact."""
     num_parts = _num_parts(dtype, rows_RX.dtype)
     first_R, *rest = rows_RX[:, width : width + num_parts].to(dtype).unbind(1)
     return sum(rest, first_R)
@@ -85,7 +85,7 @@ def _save(ctx: Any, inputs: Any, output: Tensor) -> None:
 def _backward(ctx: Any, grad_SX: Tensor) -> tuple[Tensor, None, Tensor]:
     (token_S,) = ctx.saved_tensors
     num_tokens, width = ctx.shape
-    # Whole rows: adding up a part of them is four times slower on a CPU. The columns of weights come to nothing.
+    # Full rows: summing only part of the columns is four times slower on a CPU. The weight columns are discarded.
     grad_TD = scatter_add_rows(grad_SX, token_S, num_tokens)[:, :width]
     return grad_TD, None, _weights(grad_SX, width, ctx.weight_dtype)
 

@@ -1,9 +1,9 @@
-"""Which parts of a model are recomputed, compiled and sharded one by one."""
+"""The blocks of a model, each of which is recomputed, compiled and sharded by itself."""
 
 from torch import nn
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Those that the model names in its method `blocks()`, if it has one; else the children of model.layers."""
+    """The blocks that the model's method `blocks()` returns, if it has one; else the children of model.layers."""
     named = getattr(model, "blocks", None)
     return list(named() if callable(named) else model.layers.children())  # type: ignore[union-attr]

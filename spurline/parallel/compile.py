@@ -1,4 +1,4 @@
-"""Compile a model block by block, and functions beside it."""
+"""Compile a model block by block, and single functions."""
 
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
@@ -12,9 +12,9 @@ from spurline.parallel.remat import FullRecomputation
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# All blocks of a class share their code, and torch counts graphs by code: each kind of block (dense, MoE) takes one to
-# train, one to validate and one for a shape that changes. Its own limit of 8 is reached by the second model of a
-# process, and then `fullgraph` makes an error of it.
+# All blocks of a class share their code object, and torch counts graphs by code object: each kind of block (dense,
+# MoE) takes one for training, one for validation and one for a changed shape. The default limit of 8 is reached by the
+# second model of a process, and is an error under `fullgraph`.
 _RECOMPILE_LIMIT = 64
 
 
@@ -30,7 +30,7 @@ def apply_compile(model: nn.Module, backend: str = "inductor", fullgraph: bool =
 
 
 def compile_function(function: Callable[P, R], backend: str = "inductor") -> Callable[P, R]:
-    """`function`, compiled as one graph."""
+    """Compile `function` as one graph."""
     _check_backend(backend)
     return torch.compile(function, backend=backend, fullgraph=True, recompile_limit=_RECOMPILE_LIMIT)  # type: ignore[call-overload]
 

@@ -1,7 +1,7 @@
 """The compile cache of PyTorch Inductor: remove libraries that a killed process left incomplete.
 
-Inductor takes a library that exists to be complete. One that was being written when its process was killed would end
-every later compilation of the same graph with an ImportError ("file too short").
+Inductor assumes that a library that exists is complete. If its process was killed while writing it, every later
+compilation of the same graph fails with an ImportError ("file too short").
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import time
 from pathlib import Path
 
 BEING_WRITTEN_SECONDS = 60.0
-"""A younger file may be in the making: it is looked at again."""
+"""A file younger than this may still be being written: it is checked twice."""
 
 
 def remove_broken_libraries(folder: Path | None = None, patience: float = 3.0) -> list[Path]:
     """Remove incomplete libraries from the cache (default: that of this process), and return their paths.
 
-    A file that was written just now counts as broken if it has not changed after `patience` seconds.
+    A recently written file counts as broken if it has not changed after `patience` seconds.
     """
     if folder is None:
         from torch._inductor.runtime.cache_dir_utils import cache_dir
@@ -35,13 +35,13 @@ def remove_broken_libraries(folder: Path | None = None, patience: float = 3.0) -
 
 
 def broken_library(message: str) -> str:
-    """The library that an error message of the dynamic loader says is incomplete, or an empty string."""
+    """The library that an error message of the dynamic loader reports as incomplete, or an empty string."""
     found = re.search(r"(/[^\s:']+\.so): (?:file too short|invalid ELF header|cannot read file data|ELF)", message)
     return found[1] if found else ""
 
 
 def is_complete(path: Path) -> bool:
-    """Whether a library has all of its bytes, as far as its header tells (an ELF file ends with its section table)."""
+    """Whether a library has all of its bytes, according to its header (an ELF file ends with its section table)."""
     try:
         with open(path, "rb") as file:
             header = file.read(64)

@@ -1,13 +1,13 @@
-"""Context parallelism: ranks share the positions of every sequence, between embedding and loss.
+"""Context parallelism: the positions of every sequence are sharded over ranks, from embedding to loss.
 
-B sequences of L positions, of which this rank has l (see HeadTailShard); H heads of queries, h of them on this rank,
+B sequences of L positions, of which this rank has l (see HeadTailShard); H query heads, h of them on this rank,
 R head width, X width of what is gathered; S ranks.
 
-Norms, feed-forward, router and experts work on a rank's own positions. Attention needs those before them, too:
+Norms, feed-forward, router and experts work on a rank's own positions. Attention also needs earlier positions:
 
-- `all_gather`: every rank gathers the keys and values of all positions, and attends from its own. Latent attention
+- `all_gather`: every rank gathers the keys and values of all positions, and its queries stay local. Latent attention
   gathers its narrow latent and expands it on every rank.
-- `ulysses`: two all-to-alls turn positions into heads and back. In between, a rank has all positions of some heads.
+- `ulysses`: two all-to-alls exchange positions for heads and back. In between, a rank has all positions of some heads.
 """
 
 from dataclasses import dataclass
@@ -24,13 +24,13 @@ Kind = Literal["all_gather", "ulysses"]
 
 
 def own(x_BL: Tensor, shard: HeadTailShard | None) -> Tensor:
-    """This rank's positions of a tensor that every rank has: (B, L, ..) -> (B, l, ..)."""
+    """This rank's positions of a replicated tensor: (B, L, ..) -> (B, l, ..)."""
     return x_BL if shard is None else shard.shard(x_BL, 1)
 
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """The ranks that share the positions of sequences. Without a shard, all of it is the identity."""
+    """The ranks that sequences are sharded over. Without a shard, all methods are the identity."""
 
     group: dist.ProcessGroup | None = None
     kind: Kind = "all_gather"
@@ -41,15 +41,15 @@ class ContextParallel:
 
     @property
     def attends_from_own_positions(self) -> bool:
-        """Whether queries are those of this rank's positions; else those of all, for some of the heads."""
+        """Whether queries are of this rank's positions; else they are of all positions, for some of the heads."""
         return self.group is not None and self.kind == "all_gather"
 
     def queries(self, q_BlHR: Tensor, shard: HeadTailShard | None) -> Tensor:
-        """What this rank attends from: (B, l, H, R), or (B, L, h, R)."""
+        """The queries of this rank: (B, l, H, R), or (B, L, h, R)."""
         return q_BlHR if shard is None or self.kind == "all_gather" else self._to_heads(q_BlHR, shard)
 
     def keys_and_values(self, k_BlHR: Tensor, v_BlHR: Tensor, shard: HeadTailShard | None) -> tuple[Tensor, Tensor]:
-        """What this rank attends to: two of (B, L, H, R) or (B, L, h, R), in one collective."""
+        """The keys and values that this rank attends to, (B, L, H, R) or (B, L, h, R) each, in one collective."""
         if shard is None:
             return k_BlHR, v_BlHR
         both = torch.cat([k_BlHR, v_BlHR], dim=-1)
@@ -62,14 +62,14 @@ class ContextParallel:
         return out_BLhR if shard is None or self.kind == "all_gather" else self._to_positions(out_BLhR, shard)
 
     def own_heads(self, x: Tensor, shard: HeadTailShard | None) -> Tensor:
-        """The part of dim 0, which counts heads or something of each, that this rank attends with."""
+        """The part of dim 0, a per-head dim, for the heads that this rank computes."""
         if shard is None or self.kind == "all_gather":
             return x
         own = x.shape[0] // shard.size
         return x.narrow(0, shard.rank * own, own)
 
     def all_gather_positions(self, x_BlX: Tensor, shard: HeadTailShard | None) -> Tensor:
-        """(B, l, ..) -> (B, L, ..): all ranks' positions, in order. Mirror: the sum over ranks of this rank's."""
+        """(B, l, ..) -> (B, L, ..): all ranks' positions, in order. Mirror: this rank's, summed over ranks."""
         if shard is None:
             return x_BlX
         assert self.group is not None
@@ -89,10 +89,10 @@ class ContextParallel:
 
 
 def apply_context_parallel(model: nn.Module, group: dist.ProcessGroup, kind: Kind) -> None:
-    """Have the ranks of `group` share the positions of a decoder's sequences, in place.
+    """Shard the positions of a decoder's sequences over the ranks of `group`, in place.
 
-    Weights stay as they are on every rank. Each rank's loss is that of its own positions, so gradients are summed over
-    `group`: FSDP2 does, which shards the weights over these ranks too.
+    Weights are not changed. Each rank's loss covers its own positions, so gradients must be summed over `group`: FSDP2
+    does, as it shards the weights over these ranks too.
     """
     cp = ContextParallel(group, kind)
     layers = getattr(model, "layers", nn.ModuleDict())

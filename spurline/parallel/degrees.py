@@ -1,4 +1,4 @@
-"""The degrees of parallelism: what they come to on a number of ranks, and why they can't be. Free of torch."""
+"""The degrees of parallelism: resolved for a number of ranks, and validated. Torch-free."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ class Degrees:
 
     @property
     def stage(self) -> int:
-        """The ranks that have the same layers."""
+        """The number of ranks that have the same layers."""
         return self.dp * self.cp * self.tp
 
     @property
     def dp(self) -> int:
-        """The parts that a batch is split into."""
+        """The number of parts that a batch is split into."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def efsdp(self) -> int:
-        """The ranks that share the parameters of the same experts."""
+        """The number of ranks that the same experts are sharded over by FSDP2."""
         return self.dp_shard * self.cp * self.tp // (self.ep * self.etp)
 
 
 def resolve_degrees(parallelism: Parallelism, world_size: int) -> Degrees:
-    """The degrees on world_size ranks, with the ranks that are left in place of -1."""
+    """The degrees on world_size ranks, with -1 replaced by the remaining ranks."""
     shard = parallelism.data_parallel_shard_degree
     return Degrees(
         dp_replicate=parallelism.data_parallel_replicate_degree,
@@ -63,9 +63,9 @@ def resolve_degrees(parallelism: Parallelism, world_size: int) -> Degrees:
 
 
 def degree_problems(parallelism: Parallelism, world_size: int, *, model: Any, training: Training) -> list[str]:
-    """Why the degrees, each of them valid by itself, don't work on world_size ranks; the last line says what would.
+    """Why the degrees, each valid by itself, don't work on world_size ranks; the last line suggests what would.
 
-    A model without `parallel_facts` is taken to be one that can be split in any way.
+    A model without `parallel_facts` is assumed to be divisible in any way.
     """
     facts = model.parallel_facts() if hasattr(model, "parallel_facts") else None
     found = _problems(parallelism, world_size, facts, training)
@@ -89,7 +89,7 @@ def _problems(parallelism: Parallelism, world_size: int, facts: ParallelFacts | 
 
 def _batch_problems(training: Training, d: Degrees, schedule: str) -> list[str]:
     local, total = training.local_batch_size, training.global_batch_size
-    # With dp 1, that local_batch_size divides the batch is a matter of the training section alone.
+    # With dp 1, the training section itself checks that local_batch_size divides the batch.
     if total > 0 and total % (local * d.dp):
         if d.dp == 1:
             return []
@@ -109,7 +109,7 @@ def _batch_problems(training: Training, d: Degrees, schedule: str) -> list[str]:
 def _split_problems(
     parallelism: Parallelism, world_size: int, facts: ParallelFacts | None, training: Training
 ) -> list[str]:
-    """Why the ranks can't be arranged, or the sequences and the model can't be split, in this way."""
+    """Why the ranks can't be arranged, or the sequences and the model can't be split, by these degrees."""
     d = resolve_degrees(parallelism, world_size)
     found = _rank_problems(d, world_size, _has_shard_degree(parallelism, world_size))
     if d.etp > 1 and d.ep == 1:
@@ -146,14 +146,14 @@ def _rank_problems(d: Degrees, world_size: int, has_shard_degree: bool) -> list[
 
 
 def _product(degrees: dict[str, int], least: int = 1) -> str:
-    """`a 2 x b 3 = 6`, of the degrees that are at least `least`."""
+    """Text such as `a 2 x b 3 = 6`, of the degrees that are at least `least`."""
     shown = {name: degree for name, degree in degrees.items() if degree >= least}
     factors = " x ".join(f"{name} {degree}" for name, degree in shown.items())
     return factors if len(shown) == 1 else f"{factors} = {prod(shown.values())}"
 
 
 def _head_problems(d: Degrees, facts: ParallelFacts, kind: str) -> list[str]:
-    """Why the ranks of context parallelism can't share the heads that a rank of tensor parallelism has."""
+    """Why context parallelism can't split the heads of a tensor parallel rank."""
     if kind != "ulysses" or d.cp == 1:
         return []
     found = []
@@ -199,7 +199,7 @@ def _model_problems(d: Degrees, facts: ParallelFacts) -> list[str]:
 
 
 def _stage_problems(d: Degrees, facts: ParallelFacts, schedule: str) -> list[str]:
-    """Why the layers can't be shared by the stages of a pipeline."""
+    """Why the layers can't be split into the stages of a pipeline."""
     if d.pp == 1:
         return []
     degree = f"parallelism.pipeline_parallel_degree {d.pp}"
@@ -216,7 +216,7 @@ def _stage_problems(d: Degrees, facts: ParallelFacts, schedule: str) -> list[str
 
 
 def _has_shard_degree(parallelism: Parallelism, world_size: int) -> bool:
-    """Whether the shard degree was given, or can be filled in."""
+    """Whether the shard degree was given, or can be inferred."""
     return parallelism.data_parallel_shard_degree != -1 or world_size % _ranks_without_shard(parallelism) == 0
 
 
@@ -231,7 +231,7 @@ def _count(number: int, thing: str) -> str:
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
-# From the one that a person is least likely to want changed.
+# From the degree that a user is least likely to want changed.
 _NAMES = (
     "pipeline_parallel_degree",
     "context_parallel_degree",
@@ -244,7 +244,7 @@ _NAMES = (
 
 
 def _nearest(parallelism: Parallelism, world_size: int, facts: ParallelFacts | None, training: Training) -> str:
-    """The options that change as little as possible of what was asked for, and make it work on world_size ranks."""
+    """The options that change the request as little as possible, and make it work on world_size ranks."""
 
     def changes(other: Parallelism) -> list[str]:
         return [name for name in _NAMES if getattr(other, name) != getattr(parallelism, name)]
@@ -267,9 +267,9 @@ def _nearest(parallelism: Parallelism, world_size: int, facts: ParallelFacts | N
 
 
 def _combinations(world_size: int, asked: Parallelism) -> Iterator[Parallelism]:
-    """Ways to arrange world_size ranks in both views; of two that are as near, the first is the better.
+    """Ways to arrange world_size ranks in both views; of two that are equally near, the first is preferred.
 
-    None has more stages or context parallelism than was asked for: who did not ask for it is not told to use it.
+    None has a larger pipeline or context degree than requested: nobody is advised to use what they did not ask for.
     """
     pipelines = [d for d in _divisors(world_size) if d <= asked.pipeline_parallel_degree]
     contexts = [d for d in _divisors(world_size) if d <= asked.context_parallel_degree]
@@ -300,9 +300,9 @@ def _divisors(number: int) -> list[int]:
 
 
 def _batch_options(training: Training, d: Degrees, parallelism: Parallelism) -> list[str]:
-    """The options that let dp ranks share the sequences of a step evenly, in as many micro-batches as stages need.
+    """Options that split the sequences of a step evenly over dp ranks, in as many micro-batches as the pipeline needs.
 
-    None if they already do.
+    Empty if the given ones already do.
     """
     local, total, schedule = (
         training.local_batch_size,
@@ -317,7 +317,7 @@ def _batch_options(training: Training, d: Degrees, parallelism: Parallelism) -> 
 
     if local < 1 or total < -1 or total == 0 or works(local, total if total > 0 else local * d.dp):
         return []
-    # global_batch_size decides what is learned, local_batch_size only how.
+    # global_batch_size changes the training result, local_batch_size only how it is computed.
     if fitting := [b for b in range(1, local + 1) if total > 0 and works(b, total)]:
         return [f"--training.local_batch_size {fitting[-1]}"]
     unit = local * d.dp
@@ -327,7 +327,7 @@ def _batch_options(training: Training, d: Degrees, parallelism: Parallelism) -> 
 
 
 def _nearest_world(parallelism: Parallelism, world_size: int) -> int:
-    """The number of ranks nearest to world_size that these degrees make up."""
+    """The number of ranks nearest to world_size that these degrees fit."""
     d = resolve_degrees(parallelism, world_size)
     if parallelism.data_parallel_shard_degree != -1:
         return d.world

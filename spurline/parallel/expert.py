@@ -1,4 +1,4 @@
-"""Expert parallelism: spread the experts of an MoE layer over ranks."""
+"""Expert parallelism: shard the experts of an MoE layer over ranks."""
 
 from dataclasses import asdict
 from typing import Any
@@ -28,20 +28,20 @@ def parallelize_moe(
     same_num_tokens: bool = True,
     balance: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None] | None = None,
 ) -> MoE:
-    """Spread moe's experts over the ranks of ep_mesh, in place; the same call then works across ranks. Returns moe.
+    """Shard moe's experts over the ranks of ep_mesh, in place; it is then called as before. Returns moe.
 
-    Every rank brings tokens of its own, as many as it likes. Expert weights become DTensors sharded over ep_mesh; the
-    rest stays as it is on every rank. A second axis of ep_mesh, named etp, splits the hidden width of each expert.
-    `sequence` is a mesh of ranks that all bring the same (B, L, D) input: each routes its share of the L positions, and
-    all get the whole output.
+    Every rank passes its own tokens, as many as it likes. Expert weights become DTensors sharded over ep_mesh; the
+    rest stays replicated. A second axis of ep_mesh, named etp, splits the hidden width of each expert. `sequence` is a
+    mesh of ranks that all pass the same (B, L, D) input: each routes its share of the L positions, and all get the full
+    output.
 
-    Gradients are those of the sum of all ranks' losses; with `sequence`, whose ranks have one loss in common, that loss
-    counts once. So the gradients of router and shared experts are summed over ep_mesh in each backward pass. Whoever
-    reduces them elsewhere (FSDP2, DDP) switches that off with reduce_gradients=False.
+    Gradients are those of the sum of all ranks' losses; with `sequence`, whose ranks share one loss, that loss counts
+    once. So the gradients of router and shared experts are summed over ep_mesh in each backward pass. If they are
+    reduced elsewhere (FSDP2, DDP), turn that off with reduce_gradients=False.
 
-    `layer` is the name under which errors speak of this layer. Forced balance relies on same_num_tokens: pass False
-    where the ranks may bring different numbers of tokens. `balance` is for models that share a batch or a sequence with
-    more ranks than those of ep_mesh: the two groups of `balance_over`.
+    `layer` is the layer's name in errors. Forced balance relies on same_num_tokens: pass False if ranks may have
+    different numbers of tokens. `balance` is for models whose batches or sequences span more ranks than ep_mesh: the
+    two groups of `balance_over`.
     """
     group, parts = _expert_group(ep_mesh)
     sequence_group = _group_of(sequence, "sequence") if sequence is not None else None
@@ -58,22 +58,22 @@ def parallelize_moe(
         for module in (moe.router, moe.shared_experts):
             if module is not None:
                 sum_over_group(module.parameters(), group)
-    # Split sizes are read from tensors, also while tracing.
+    # Split sizes are read from tensors, while tracing too.
     torch._dynamo.config.capture_scalar_outputs = True
-    # Inductor would put the shared experts' backward before the exchange that it is to overlap, to save little memory.
+    # Inductor would move the shared experts' backward before the exchange that it should overlap, to save some memory.
     torch._inductor.config.reorder_for_peak_memory = False
     return moe
 
 
 def balance_over(moe: MoE, batch: dist.ProcessGroup | None, sequence: dist.ProcessGroup | None) -> None:
-    """Say whose tokens a balance loss takes as one batch, and whose positions make up one sequence."""
+    """Set the ranks whose tokens form one batch for the balance loss, and whose positions form one sequence."""
     moe.router.balance_group = sequence if moe.config.aux_loss == "sequence" else batch
 
 
 def shard_experts(moe: MoE, ep_mesh: DeviceMesh) -> None:
-    """Make the expert weights DTensors over ep_mesh: by expert, and by hidden width over a second axis.
+    """Make the expert weights DTensors over ep_mesh: sharded by expert, and by hidden width over a second axis.
 
-    A weight without a hidden width (the bias of the output) is the same on all ranks of the second axis.
+    A weight without a hidden axis (the output bias) is replicated over the second axis.
     """
     experts = moe.experts
     if ep_mesh.ndim == 2:
@@ -86,7 +86,7 @@ def shard_experts(moe: MoE, ep_mesh: DeviceMesh) -> None:
 
 
 def _expert_group(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, int]:
-    """The group of all ranks that share experts, and into how many parts an expert's hidden width is split."""
+    """The group of ranks that experts are sharded over, and the number of parts of an expert's hidden width."""
     names = getattr(mesh, "mesh_dim_names", None)
     if isinstance(mesh, DeviceMesh) and mesh.ndim == 2 and names is not None and names[1] == "etp":
         return mesh._flatten().get_group(), mesh.size(1)
@@ -131,7 +131,7 @@ def _refuse_impossible(
 def _same_on_all_ranks(
     moe: MoE, group: dist.ProcessGroup, sequence_group: dist.ProcessGroup | None, layer: str
 ) -> list[dict[str, Any]]:
-    """What every rank of the group says of itself; a ValueError on all of them if they don't agree on the layer."""
+    """The settings of every rank of the group; a ValueError on all of them if they don't agree on the layer."""
     mine: dict[str, Any] = {f"config.{key}": value for key, value in asdict(moe.config).items()}
     mine["layer name"] = layer
     mine["sequence ranks"] = 1 if sequence_group is None else sequence_group.size()

@@ -1,7 +1,7 @@
 """FSDP2 over two meshes: experts are sharded over the ranks that hold the same ones, the rest over all data ranks.
 
-Units are the embedding, every block, the output matrix, and the rest of the model. A unit's weights are gathered in the
-dtype that it computes in, so that no module has to cast them; those of norms and gates stay in float32.
+FSDP units are the embedding, every block, the output matrix, and the rest of the model. A unit's weights are gathered
+in its compute dtype, so that no module has to cast them; norms and gates stay in float32.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ from spurline.parallel.blocks import blocks_of
 
 @dataclass(frozen=True)
 class Sharding:
-    """In which dtypes weights and gradients cross the network, and which weights stay gathered for the backward pass.
+    """The dtypes in which weights and gradients are communicated, and which weights stay gathered for backward.
 
     `default` keeps what the backward pass needs first: the last block, the output matrix, and the rest of the model.
     """
@@ -34,11 +34,11 @@ class Sharding:
 
     @property
     def policy(self) -> MixedPrecisionPolicy:
-        # Inputs are left as they are: a model has the dtype it computes in, and rotary tables must stay in float32.
+        # Inputs are not cast: activations already have the compute dtype, and rotary tables must stay in float32.
         return MixedPrecisionPolicy(self.param_dtype, self.reduce_dtype, cast_forward_inputs=False)
 
     def reshards(self, is_needed_first: bool) -> bool:
-        """Whether a unit frees its weights after the forward pass; `is_needed_first` in the backward pass."""
+        """Whether a unit reshards after the forward pass; `is_needed_first`: backward starts with it."""
         return self.reshard_after_forward == "always" or (
             self.reshard_after_forward == "default" and not is_needed_first
         )
@@ -60,13 +60,13 @@ def apply_fsdp(
     per_param_mesh: bool | None = None,
     sharding: Sharding | None = None,
 ) -> None:
-    """Shard every block of the model by itself, embedding and output matrix too, then the rest, in place.
+    """Shard each block, the embedding and the output matrix as a unit of its own, then the rest, in place.
 
-    Where PyTorch has per-parameter meshes, a block with experts is one unit; elsewhere (or with per_param_mesh=False)
-    its experts are a unit of their own, sharded first. Gradients are summed over ranks, not averaged: our losses
-    already are parts of one mean over all tokens.
+    If PyTorch has per-parameter meshes, a block with experts is one unit; otherwise (or with per_param_mesh=False) its
+    experts are a unit of their own, sharded first. Gradients are summed over ranks, not averaged: our losses are
+    already parts of one mean over all tokens.
 
-    A model whose embedding and output matrix are called as modules names them in `first_and_last_units()`.
+    A model whose embedding and output matrix are called as modules returns them from `first_and_last_units()`.
     """
     if per_param_mesh is None:
         per_param_mesh = has_per_param_meshes()
@@ -88,14 +88,14 @@ def apply_fsdp(
     first, last = _first_and_last_units(model)
     if first is not None:
         _shard_unit(first, mesh, sharding, sharding.reshards(is_needed_first=False))
-        first.set_unshard_in_backward(False)  # type: ignore[operator]  # rows are only added to its gradient
+        first.set_unshard_in_backward(False)  # type: ignore[operator]  # its backward needs no weights
     if last is not None:
         _shard_unit(last, mesh, sharding, sharding.reshards(is_needed_first=True))
     _shard_unit(model, mesh, sharding, sharding.reshards(is_needed_first=True))
     _prefetch([unit for unit in (first, *layers, last) if isinstance(unit, FSDPModule)])
     for module in fsdp_units(model):
         module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no AVG or PREMUL_SUM
     if layers:
         model.register_forward_hook(partial(_free_without_backward, list(fsdp_units(layers[-1]))))
 
@@ -105,20 +105,20 @@ def fsdp_units(model: nn.Module) -> Iterator[FSDPModule]:
 
 
 def has_separate_expert_units(model: nn.Module) -> bool:
-    """Whether experts were sharded by a call of their own."""
+    """Whether experts are FSDP units of their own."""
     return any(isinstance(module, Experts) and isinstance(module, FSDPModule) for module in model.modules())
 
 
 def reduce_gradients(model: nn.Module, enabled: bool) -> None:
-    """Whether the next backward pass reduces gradients over ranks, or each adds up its own; no-op without FSDP2."""
+    """Set whether the next backward pass reduces gradients over ranks or accumulates locally; no-op without FSDP2."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(enabled)
 
 
 def _free_without_backward(kept: list[FSDPModule], *_: Any) -> None:
-    """Free the last block's weights after a forward pass without gradients: no backward pass will.
+    """Reshard the last block after a forward pass without gradients: no backward pass will.
 
-    Otherwise the next forward pass would not see what has changed them in between.
+    Otherwise the next forward pass would not see weights that have changed in between.
     """
     if not torch.is_grad_enabled():
         for unit in kept:
@@ -131,10 +131,10 @@ def _first_and_last_units(model: nn.Module) -> tuple[nn.Module | None, nn.Module
 
 
 def _prefetch(units: list[FSDPModule]) -> None:
-    """Gather the next unit's weights while one computes, forwards and backwards.
+    """Prefetch the next unit's weights while one computes, in forward and backward.
 
-    By itself FSDP2 relies on a host that is ahead of the device, and with expert parallelism the host waits for the row
-    counts of every layer.
+    FSDP2's implicit prefetching relies on a host that runs ahead of the device, but with expert parallelism the host
+    waits for the row counts of every layer.
     """
     for unit, following in pairwise(units):
         unit.set_modules_to_forward_prefetch([following])
@@ -148,17 +148,17 @@ def _shard_unit(
     reshard: bool,
     placement: Callable[[nn.Parameter], Any] | None = None,
 ) -> None:
-    """Make a unit of what is in `module` and in no unit yet.
+    """Make a unit of the parameters of `module` that are in no unit yet.
 
-    Modules that say `keeps_float32` compute in float32: their weights are gathered as they are, in a group of their own
-    within the unit. In the low dtype they would be rounded, and autograd would keep the copies that were cast back.
+    Modules with `keeps_float32` compute in float32: their weights are gathered unrounded, in a parameter group of their
+    own within the unit. In the low dtype they would be rounded, and autograd would save the copies cast back.
     """
     policy = sharding.policy
     parameters = list(_parameters_in_no_unit(module))
     exact = {p for p, in_float32 in parameters if in_float32 and policy.param_dtype != torch.float32}
     if len(exact) == len(parameters):
         policy, exact = MixedPrecisionPolicy(cast_forward_inputs=False), set()
-    if exact and not has_per_param_meshes():  # such a build has one group a unit
+    if exact and not has_per_param_meshes():  # such a build has one group per unit
         exact = set()
     fully_shard(
         module,
@@ -177,7 +177,7 @@ def _add_float32_group(module: nn.Module, parameters: list[nn.Parameter], mesh: 
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
     state = module._get_fsdp_state()  # type: ignore[operator]
-    # Of the groups that there are, the one on the same mesh: experts may be on another.
+    # The existing group on the same mesh: experts may be on another.
     like = next(group for group in state._fsdp_param_groups if group.mesh_info.mesh == mesh)
     state._fsdp_param_groups.append(
         FSDPParamGroup(
@@ -194,7 +194,7 @@ def _add_float32_group(module: nn.Module, parameters: list[nn.Parameter], mesh: 
 
 
 def _parameters_in_no_unit(module: nn.Module) -> Iterator[tuple[nn.Parameter, bool]]:
-    """The parameters of a module that no unit inside it has, each once, and whether it is to stay in float32."""
+    """The parameters of a module that are in no unit inside it, each once, and whether it stays in float32."""
     seen: set[nn.Parameter] = set()
 
     def visit(module: nn.Module) -> Iterator[tuple[nn.Parameter, bool]]:
@@ -220,7 +220,7 @@ def _placement_by_mesh(
         return FSDPMeshInfo(mesh, shard_mesh_dim=0)
 
     dense_info = info(mesh)
-    # FSDP2 wants one object for one set of ranks.
+    # FSDP2 requires one object per set of ranks.
     expert_info = dense_info if torch.equal(mesh.mesh, expert_mesh.mesh) else info(expert_mesh)
     of_experts: dict[nn.Parameter, Shard] = {}
     for experts in all_experts:
@@ -235,7 +235,7 @@ def _placement_by_mesh(
 
 
 def _expert_placements(experts: Experts, num_ranks: int) -> dict[nn.Parameter, Shard]:
-    """By expert where they can be shared evenly; else along the model width, by which nothing else is split."""
+    """Shard by expert if that is even; else along the model width, which nothing else shards."""
     placements = {}
     for name, parameter in experts.named_parameters():
         part = parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -1,4 +1,4 @@
-"""The ranks of a run seen as two meshes: one for the dense part of a model, one for its experts."""
+"""The ranks of a run as two meshes: one for the dense part of a model, one for its experts."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from spurline.parallel.degrees import Degrees
 
 @dataclass(frozen=True)
 class Meshes:
-    """Two views of one world of ranks, both in the order of the ranks, so that the last axes are neighbours.
+    """Two views of one world of ranks, both in rank order, so that the ranks of the last axes are neighbors.
 
-    With pipeline stages, views are of the ranks that have the same layers as this one. The ranks of a cp group, of a tp
-    group and of a pipeline read the same sequences; otherwise each rank reads sequences of its own.
+    With pipeline stages, views cover the ranks that have the same layers as this one. The ranks of a cp group, of a tp
+    group and of a pipeline read the same sequences; other ranks read different ones.
     """
 
     degrees: Degrees
@@ -24,28 +24,28 @@ class Meshes:
     stage: DeviceMesh
     """The ranks that have the same layers, on one axis."""
     pp: DeviceMesh | None
-    """The ranks that make up one pipeline; None without stages."""
+    """The ranks of one pipeline; None without stages."""
     data: DeviceMesh
-    """The ranks that read different sequences, on one axis: dp_replicate and dp_shard in one."""
+    """The ranks that read different sequences, on one axis: dp_replicate and dp_shard flattened."""
     shares: DeviceMesh
-    """Axes data, cp, tp: who shares the positions of which sequences."""
+    """Axes data, cp, tp: which ranks share the positions of which sequences."""
     losses: DeviceMesh
-    """The ranks whose losses add up to that of the step, on one axis: pp, data and cp in one."""
+    """The ranks whose losses add up to the step's loss, on one axis: pp, data and cp flattened."""
     sequence: DeviceMesh
-    """The ranks that share the positions of the same sequences, on one axis: cp and tp in one."""
+    """The ranks that share the positions of the same sequences, on one axis: cp and tp flattened."""
     dense: DeviceMesh
-    """Axes dp_replicate, dp_shard, tp. FSDP2 shards over the ranks of a cp group too: dp_shard has them in it."""
+    """Axes dp_replicate, dp_shard, tp. FSDP2 shards over the ranks of a cp group too: dp_shard includes them."""
     sparse: DeviceMesh
     """Axes dp_replicate, efsdp, ep, etp."""
 
     @property
     def fsdp_mesh(self) -> DeviceMesh:
-        """Where FSDP2 shards all but the experts: dp_shard (with cp), or with copies dp_replicate and dp_shard."""
+        """The mesh of FSDP2 for all but the experts: dp_shard (with cp), or dp_replicate and dp_shard (HSDP)."""
         return self._with_copies(self.dense, "dp_shard")
 
     @property
     def expert_fsdp_mesh(self) -> DeviceMesh:
-        """Where FSDP2 shards the experts: efsdp, or with copies of the model dp_replicate and efsdp."""
+        """The mesh of FSDP2 for the experts: efsdp, or dp_replicate and efsdp (HSDP)."""
         return self._with_copies(self.sparse, "efsdp")
 
     @property
@@ -54,17 +54,17 @@ class Meshes:
 
     @property
     def expert_mesh(self) -> DeviceMesh:
-        """Where the experts are spread: ep, or with split experts ep and etp."""
+        """The mesh that experts are sharded over: ep, or ep and etp."""
         return self.sparse["ep", "etp"] if self.degrees.etp > 1 else self.sparse["ep"]
 
     @property
     def batch_group(self) -> dist.ProcessGroup:
-        """The ranks whose token counts add up to that of the step."""
+        """The ranks whose token counts add up to the step's."""
         return self.data.get_group()
 
     @property
     def loss_group(self) -> dist.ProcessGroup:
-        """The ranks whose losses add up to that of the step: each has that of its own positions."""
+        """The ranks whose losses add up to the step's: each rank's loss covers its own positions."""
         return self.losses.get_group()
 
     @property
@@ -95,17 +95,17 @@ class Meshes:
         return self.degrees.dp
 
     def groups(self) -> list[dist.ProcessGroup]:
-        """Every group of both views, of which some may be the same."""
+        """Every group of both views; some may be the same."""
         views = (self.world, self.stage, self.pp, self.shares, self.losses, self.sequence, self.dense, self.sparse)
         return [view.get_group(axis) for view in views if view is not None for axis in range(view.ndim)]
 
     def _with_copies(self, view: DeviceMesh, shard_axis: str) -> DeviceMesh:
-        # FSDP2 takes a mesh with two axes for copies to average, even if there is only one.
+        # FSDP2 treats a mesh with two axes as HSDP, even if there is only one replica.
         return view["dp_replicate", shard_axis] if self.degrees.dp_replicate > 1 else view[shard_axis]
 
 
 def build_meshes(degrees: Degrees, device_type: str) -> Meshes:
-    """Make both views of the initialised world, with a process group for each axis; every rank calls it alike."""
+    """Build both views of the initialized world, with a process group for each axis; every rank must call it."""
     assert degrees.world == dist.get_world_size(), f"{degrees} is not for {dist.get_world_size()} ranks"
     d = degrees
     world = init_device_mesh(device_type, (d.world,), mesh_dim_names=("world",))

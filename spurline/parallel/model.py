@@ -1,4 +1,4 @@
-"""Make a plain model one that many ranks train together: in place, always in the same order."""
+"""Parallelize a single-device model: in place, always in the same order."""
 
 from torch import nn
 
@@ -22,11 +22,11 @@ def parallelize_model(
     sharding: Sharding | None = None,
     context_kind: Kind = "all_gather",
 ) -> None:
-    """Share positions, split matrices, spread experts, then per block: recompute, compile, shard.
+    """Apply context, tensor and expert parallelism, then per block: activation checkpointing, compile, FSDP2.
 
-    Without meshes only what one rank can.
+    Without meshes, only activation checkpointing and compile.
 
-    per_param_mesh=False shards experts by a call of their own, as PyTorch builds without per-parameter meshes need it.
+    per_param_mesh=False makes experts FSDP units of their own, as PyTorch builds without per-parameter meshes require.
     """
     if meshes is not None:
         if meshes.degrees.cp > 1:
@@ -36,18 +36,18 @@ def parallelize_model(
         apply_expert_parallel(model, meshes)
     apply_remat(model, remat)
     if compiled.enable and "model" in compiled.parts:
-        # The hooks of an FSDP unit inside a block can't be traced.
+        # The hooks of an FSDP unit inside a block can't be traced into one graph.
         one_graph = meshes is None or (per_param_mesh is not False and has_per_param_meshes())
         for module in model.modules():
             if not one_graph and isinstance(module, MoE):
-                module.dispatcher.overlap = False  # rows in flight must not cross from one graph to another
+                module.dispatcher.overlap = False  # rows in flight must not cross a graph break
         apply_compile(model, compiled.backend, fullgraph=one_graph)
     if meshes is not None:
         apply_fsdp(model, meshes.fsdp_mesh, meshes.expert_fsdp_mesh, per_param_mesh, sharding)
 
 
 def apply_expert_parallel(model: nn.Module, meshes: Meshes) -> None:
-    """Spread the experts of every MoE layer, and tell it whose tokens are balanced together."""
+    """Shard the experts of every MoE layer, and set which ranks' tokens are balanced together."""
     degrees = meshes.degrees
     share = degrees.cp * degrees.tp > 1
     balance = meshes.stage_group, meshes.sequence_group if share else None
@@ -66,7 +66,7 @@ def apply_expert_parallel(model: nn.Module, meshes: Meshes) -> None:
             balance=balance,
         )
         if share:
-            # cp and tp are the last axes of the dense view, so the share of a rank follows from its number.
+            # cp and tp are the last axes of the dense view, so a rank's share follows from its global rank.
             rank_P = meshes.expert_mesh.mesh.flatten().tolist()
             context_rank_P = [rank // degrees.tp % degrees.cp for rank in rank_P]
             moe.set_sequence_ranks(degrees.tp, [rank % degrees.tp for rank in rank_P], context_rank_P)

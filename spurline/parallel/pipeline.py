@@ -1,7 +1,7 @@
-"""Pipeline parallelism: ranks have contiguous parts of a model, and micro-batches travel from one to the next.
+"""Pipeline parallelism: each rank has one or more stages of a model, and micro-batches pass from stage to stage.
 
-torch.distributed.pipelining has the schedules. Here are the parts of a model that a rank has (`PipelinedModel`), how a
-step goes through them (`step`), and how anything else does (`forward`): validation and generated text.
+torch.distributed.pipelining provides the schedules. `PipelinedModel` holds the stages of a rank and runs them without a
+schedule (`forward`), for validation and generation; `TrainingPipeline` runs a training step (`step`).
 
 B sequences of L positions, of which this rank has l; D model width.
 """
@@ -29,13 +29,13 @@ Phase = Callable[[str], AbstractContextManager[Any]]
 
 @dataclass(frozen=True)
 class Layout:
-    """Which stages there are, and which of them this rank has."""
+    """The stages of a pipeline, and which of them this rank has."""
 
     schedule: str
     group: dist.ProcessGroup
     """The ranks of one pipeline."""
     layers: list[tuple[int, int]]
-    """First and end layer of each stage."""
+    """First and end (exclusive) layer of each stage."""
 
     @property
     def num_stages(self) -> int:
@@ -43,7 +43,7 @@ class Layout:
 
     @property
     def own(self) -> list[int]:
-        """The numbers of this rank's stages."""
+        """The indices of this rank's stages."""
         return stages_of_rank(self.schedule, self.group.size(), self.group.rank())
 
     def rank_of(self, stage: int) -> int:
@@ -56,24 +56,24 @@ class Layout:
 
 
 def make_layout(config: Any, seq_len: int, schedule: str, group: dist.ProcessGroup) -> Layout:
-    """The stages of a model of `config` on the ranks of `group`."""
+    """The stages of a model with this `config` on the ranks of `group`."""
     stages = num_stages(schedule, group.size())
     layers = cut_layers(config.costs(seq_len), stages, config.parallel_facts().first_stage_layers)
     return Layout(schedule, group, layers)
 
 
 class PipelinedModel(nn.Module):
-    """This rank's stages as one module, in which every parameter has the name that it has in the whole model.
+    """This rank's stages as one module, in which every parameter has the name that it has in the full model.
 
-    Calling it sends tokens through all stages, on all ranks of the pipeline together. Parameters of which the first and
-    the last stage have copies (tied embeddings) are kept equal: both get the sum of their gradients. If one rank has
-    both stages, its optimizer sees one of the copies, and the other follows.
+    Calling it runs all stages, on all ranks of the pipeline together. Parameters of which the first and the last stage
+    both have a copy (tied embeddings) are kept equal: both get the sum of their gradients. If one rank has both stages,
+    its optimizer updates one of the copies, and the other is copied from it.
     """
 
     takes_kv_cache = True
 
     def __init__(self, whole: nn.Module, layout: Layout, parallelize: Callable[[nn.Module], None]) -> None:
-        """`whole` is the model on the meta device; `parallelize` is called for each of this rank's stages."""
+        """`whole` is the full model on the meta device; `parallelize` is called for each of this rank's stages."""
         super().__init__()
         self.layout = layout
         self.config: Any = whole.config
@@ -85,7 +85,7 @@ class PipelinedModel(nn.Module):
         ]
         for part in parts:
             parallelize(part)
-        # In a dict, so not as submodules: their parameters would have other names.
+        # In a plain dict, not as submodules, which would change the names of their parameters.
         self.parts: dict[int, Any] = dict(zip(layout.own, parts, strict=True))
         self.layers = nn.ModuleDict()
         for part in parts:
@@ -95,7 +95,7 @@ class PipelinedModel(nn.Module):
                 if not (is_empty or name in self._modules):
                     self.add_module(name, child)
 
-    # What a model is asked for.
+    # The interface of a model.
 
     @property
     def tp(self) -> Any:
@@ -119,13 +119,13 @@ class PipelinedModel(nn.Module):
     def blocks(self) -> list[nn.Module]:
         return [block for part in self.parts.values() for block in blocks_of(part)]
 
-    # Outside of training: one batch after the other, without a schedule.
+    # Outside of training: one batch at a time, without a schedule.
 
     def forward(self, tokens_BL: Tensor, cache: Any = None, labels_BL: Tensor | None = None, **options: Any) -> Tensor:
-        """What the whole model returns: logits, on every rank; with labels the loss, and zero where the last isn't."""
+        """What the full model returns: logits, on every rank; with labels the loss, zero without the last stage."""
         layout, result = self.layout, None
         for number, part in self.parts.items():
-            # Every part moves its cache on; whoever made the cache looks at that of the first.
+            # Every part advances its own cache; the caller's cache is that of this rank's first stage.
             own_cache = cache if cache is None or number == layout.own[0] else cache.twin(number)
             hidden_BlD = self._from_stage(number - 1, part, tokens_BL, cache, result) if number else None
             result = part(tokens_BL, own_cache, labels_BL=labels_BL, hidden_BlD=hidden_BlD, **options)
@@ -147,7 +147,7 @@ class PipelinedModel(nn.Module):
         return hidden_BlD
 
     def _from_last_stage(self, own: Tensor, tokens_BL: Tensor, cache: Any) -> Tensor:
-        """The logits, which the rank of the last stage has, on all ranks of the pipeline."""
+        """Broadcast the logits from the rank of the last stage to all ranks of the pipeline."""
         B, L = tokens_BL.shape
         tp_size = 1 if self.tp.group is None else self.tp.group.size()
         shape = B, L if cache is None else 1, self.config.vocab_size // tp_size
@@ -156,7 +156,7 @@ class PipelinedModel(nn.Module):
         dist.broadcast(logits, group=self.layout.group, group_src=last)
         return logits
 
-    # Copies of one parameter on the first and on the last stage.
+    # Copies of a parameter on the first and the last stage.
 
     @torch.no_grad()
     def sum_gradients_of_copies(self) -> None:
@@ -175,18 +175,18 @@ class PipelinedModel(nn.Module):
 
     @torch.no_grad()
     def update_followers(self) -> None:
-        """Where one rank has both copies, make the second what the first has become."""
+        """If this rank has both copies, copy the updated first one to the second."""
         for name, follower in self.followers():
             _local(follower).copy_(_local(self.get_parameter(name)))
 
     def followers(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of the last stage that are copies of this rank's own first stage, by name."""
+        """The last stage's copies of parameters, by name, if this rank has the first stage too."""
         first, last = self._part(0), self._part(self.layout.num_stages - 1)
         if first is not None and last is not None:
             yield from ((name, last.get_parameter(name)) for name in self.copies)
 
     def second_copies(self) -> set[nn.Parameter]:
-        """Parameters of this rank that the rank of the first stage has too, and counts."""
+        """Parameters of this rank whose other copy, on the rank of the first stage, is the one that is counted."""
         first, last = self._part(0), self._part(self.layout.num_stages - 1)
         return set() if last is None or first is not None else {last.get_parameter(name) for name in self.copies}
 
@@ -208,17 +208,17 @@ class PipelinedModel(nn.Module):
 
 
 def hidden_shape(part: Any, tokens_BL: Tensor, cache: Any = None) -> tuple[int, int, int]:
-    """(B, l, D): the hidden states that this rank sends to its next stage."""
+    """(B, l, D): the shape of the hidden states that this rank sends to the next stage."""
     positions = part.num_own_positions(tokens_BL, cache)
     size = 1 if part.tp.group is None else part.tp.group.size()
     return tokens_BL.shape[0], SequenceShard(positions, size, part.tp.rank).num_real, part.config.dim
 
 
 class TrainingPipeline:
-    """Takes steps of `num_micro_batches` through the stages of a model, by its schedule."""
+    """Runs training steps of `num_micro_batches` through the stages of a model, by its schedule."""
 
     def __init__(self, model: PipelinedModel, num_micro_batches: int, tokens_BL: Tensor, phase: Phase | None) -> None:
-        """tokens_BL has the shape of every micro-batch, and lies on the device."""
+        """tokens_BL has the shape of every micro-batch, and is on the device."""
         layout = model.layout
         self.layout, self.num_micro_batches = layout, num_micro_batches
         stages = [
@@ -236,7 +236,7 @@ class TrainingPipeline:
         )
 
     def step(self, micro_batches: Sequence[Any], loss_of: Callable[..., Tensor]) -> list[Tensor]:
-        """Forward and backward of all micro-batches; returns their losses, none without the last stage.
+        """Forward and backward of all micro-batches; returns their losses, or [] without the last stage.
 
         loss_of(part, batch, hidden_BlD) calls a stage: the last one returns the loss of a micro-batch.
         """
@@ -253,7 +253,7 @@ class TrainingPipeline:
 
 
 class Stage(PipelineStage):
-    """A stage whose micro-batches are looked up by their number: every rank has them, only hidden states travel."""
+    """A stage that looks up micro-batches by index: every rank has them, so only hidden states are sent."""
 
     def __init__(self, part: Any, number: int, layout: Layout, tokens_BL: Tensor, phase: Phase) -> None:
         hidden = torch.empty(hidden_shape(part, tokens_BL), dtype=part.compute_dtype, device="meta", requires_grad=True)

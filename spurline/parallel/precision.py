@@ -1,4 +1,4 @@
-"""Have layers of a model multiply in 8 bits, chosen by name."""
+"""Convert layers of a model, selected by name, to 8-bit matmuls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spurline.ops.torchao_products import MULTIPLES, has_torchao
 
 
 def convert_layers(model: nn.Module, section: Precision, device: torch.device) -> None:
-    """Give the named layers their precision, in place; a ValueError where a pattern or the device has none.
+    """Convert the matching layers, in place; a ValueError if a pattern matches none, or the device can't.
 
     Layers that can be converted have an attribute `precision`: linear layers, experts and shared experts.
     """
@@ -38,7 +38,7 @@ def convert_layers(model: nn.Module, section: Precision, device: torch.device) -
 
 
 def converted_layers(model: nn.Module) -> dict[str, int]:
-    """The converted layers, with numbers of blocks as `*`, and how many there are of each."""
+    """The converted layers, with block indices as `*`, and how many there are of each."""
     found: dict[str, int] = {}
     for name, module in model.named_modules():
         if getattr(module, "precision", None) is not None:
@@ -48,7 +48,7 @@ def converted_layers(model: nn.Module) -> dict[str, int]:
 
 
 def _missing(section: Precision, device: torch.device) -> str:
-    """What the products of this recipe lack on this device, if anything."""
+    """What this recipe lacks on this device, if anything."""
     if problem := lacks_8_bit_products(device, section.recipe):
         return f"{problem}. --precision.emulate rounds operands and multiplies in training.dtype"
     if section.grad_dtype != "e4m3":

@@ -1,11 +1,11 @@
-"""Activation checkpointing: blocks keep little for the backward pass and compute the rest a second time.
+"""Activation checkpointing: blocks save little for the backward pass and recompute the rest.
 
-`full` keeps a block's input and computes all of the block again. `selective` keeps what is dear and computes the rest
-again: see `_keep_rows`. `selective_resend` does the same, but sends rows to their experts a second time instead of
-keeping what arrived: K rows a token, the largest part by far of what a layer with experts keeps. What comes back from
-the experts is neither kept nor sent again: nothing behind it is needed, and recomputation stops before it (but for a
-compiled block under `full`, whose graph runs as a whole).
-In all of them statistics count once: `accumulate_once` is not fooled by recomputation.
+`full` saves a block's input and recomputes the entire block. `selective` saves what is expensive to recompute: see
+`_keep_rows`. `selective_resend` does the same, but sends rows to their experts a second time instead of saving what
+arrived: K rows per token, by far the largest part of what an MoE layer saves. What comes back from the experts is
+neither saved nor sent again: nothing after it is needed, and recomputation stops before it (except in a compiled block
+under `full`, whose graph runs to its end).
+In all modes statistics count once: `accumulate_once` ignores recomputation.
 """
 
 from collections.abc import Callable
@@ -50,7 +50,7 @@ _ATTENTION = {
 _exchange = torch.ops.spurline.start_exchange.default
 _wait = torch.ops._c10d_functional.wait_tensor.default
 _EXPERTS = {torch.ops.spurline.stream_experts.default, torch.ops.spurline.triton_experts.default}
-# With the place of the left factor among the arguments.
+# The matmul ops, with the index of the left operand among their arguments.
 _PRODUCTS = {
     _aten.mm.default: 0,
     _aten.bmm.default: 0,
@@ -58,8 +58,8 @@ _PRODUCTS = {
     _aten.baddbmm.default: 1,
     torch.ops.spurline.grouped_matmul.default: 0,
 }
-# The hooks of an FSDP unit inside a block (experts by themselves) mark for the profiler what they do, which is not the
-# same in both passes; torch would take the marks for computation that has changed.
+# The hooks of an FSDP unit inside a block (separate expert units) record profiler events, which differ between the two
+# passes; torch would take that for a change in the computation.
 _MARKS = {
     torch.ops.profiler._record_function_enter_new.default,
     torch.ops.profiler._record_function_exit._RecordFunction,
@@ -70,13 +70,13 @@ MODES = ("none", "full", "selective", "selective_resend")
 
 
 def apply_remat(model: nn.Module, mode: str) -> None:
-    """Have each block of the model recompute in the backward pass, in place, by one of MODES.
+    """Apply activation checkpointing to each block of the model, in place, by one of MODES.
 
-    Names of modules and parameters stay as they are. Of several calls, the last one holds.
+    Names of modules and parameters do not change. Of several calls, the last one applies.
     """
     if mode not in MODES:
         raise ValueError(f"activation_checkpoint.mode must be {', '.join(MODES[:-1])} or {MODES[-1]}, got {mode!r}")
-    # What a block changes in Python (it frees weights packed for evaluation) need not be done a second time.
+    # The Python side effects of a block (it clears fused weights) need not be repeated.
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     SAC_IGNORED_OPS.update(_MARKS)
     for block in blocks_of(model):
@@ -88,10 +88,10 @@ def apply_remat(model: nn.Module, mode: str) -> None:
 
 
 class FullRecomputation:
-    """A block's forward that keeps its inputs alone.
+    """A block's forward that saves only its inputs.
 
-    What is compiled is `compute`, inside of it: a graph that held the recomputation as well would have to keep meshes
-    of DTensors for its backward pass, which torch 2.13 fails at.
+    Only `compute`, inside of it, is compiled: a graph that included the recomputation would have to save the meshes of
+    DTensors for its backward pass, which fails in torch 2.13.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -102,7 +102,7 @@ class FullRecomputation:
         return checkpoint(self.compute, *args, use_reentrant=False, **kwargs)
 
     def compile(self, **options: Any) -> None:
-        """Once: a second call changes nothing."""
+        """Compile `compute`; a second call changes nothing."""
         if not self.is_compiled:
             self.compute, self.is_compiled = torch.compile(self.compute, **options), True
 
@@ -130,29 +130,28 @@ def _selective_contexts(policy: Callable[..., CheckpointPolicy], width: int) -> 
 def _resend_rows(
     width: int, context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
-    """As `_keep_rows`, but rows that came from other ranks are sent again."""
+    """Like `_keep_rows`, but rows from other ranks are sent again."""
     if op is _exchange:
         return CheckpointPolicy.PREFER_RECOMPUTE
     return _keep_rows(width, context, op, *args, **kwargs)
 
 
 def _keep_rows(width: int, context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keep or recompute the result of op, in a block of the given model width.
+    """Save or recompute the result of op, in a block of the given model width.
 
-    Kept are decisions, so that a token meets the same experts again whatever rounding does; what other ranks sent, so
-    that nothing is sent twice; what the host waited for; attention; experts; and matrix products each number of which
-    is a sum over at least the model's width. A shorter sum is soon done again, and it is often such sums that make the
-    largest results: keys and values out of a narrow latent, or the output of experts that are narrower than the model,
-    K times for each token.
+    Saved are routing decisions, so that a token is routed to the same experts again whatever the rounding; what other
+    ranks sent, so that nothing is sent twice; copies to the host; attention; experts; and matmuls whose reduction dim
+    is at least the model's width. A shorter reduction is cheap to recompute, and often has the largest result: keys and
+    values from a narrow latent, or the output of experts that are narrower than the model, K times for each token.
     """
     if op in _PRODUCTS:
         keep = args[_PRODUCTS[op]].shape[-1] >= width
     elif op is _aten._to_copy.default:
         keep = args[0].device.type != "cpu" and kwargs.get("device") == torch.device("cpu")
     elif op is _exchange:
-        keep = not args[-1]  # returning rows: nothing behind them is needed, so that nobody sends them again
+        keep = not args[-1]  # returning rows: nothing after them is needed, so they are not sent again
     else:
         keep = op in _DECISIONS or op in _ATTENTION or op in _EXPERTS
-        # What was waited for is what was started, and that is kept.
+        # The result of a wait is that of the started collective, which is saved.
         keep = keep or (op.namespace == "_c10d_functional" and op is not _wait)
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,4 +1,4 @@
-"""Where ranks meet before there is a process group: a key-value store, served by the launcher or by rank 0."""
+"""Rendezvous of ranks before there is a process group: a key-value store, served by the launcher or by rank 0."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ _SECONDS_TO_READ = 10.0
 
 @dataclass(frozen=True)
 class Meeting:
-    """The ranks of one attempt of a run; a restarted run meets anew, and sees nothing of the attempts before."""
+    """The ranks of one attempt of a run; a restarted run has a new meeting, and sees nothing of earlier attempts."""
 
     rank: int
     size: int
     store: dist.Store
     """For process groups."""
     side_store: dist.Store
-    """The same keys through a connection of its own, so that nobody waits here for a rank that is blocked there."""
+    """The same keys through a separate connection, which is not blocked by operations on `store`."""
 
 
 def meet(timeout_seconds: int = 0) -> Meeting:
-    """Join the store that torchrun's environment names.
+    """Join the store given by torchrun's environment variables.
 
     torchrun's store outlives a restart, and gloo reads the addresses of the ranks from it: without a prefix for each
-    attempt, restarted ranks would wait for those of the killed ones.
+    attempt, restarted ranks would wait for killed ones.
     """
     timeout = timedelta(seconds=timeout_seconds) if timeout_seconds else distributed_c10d.default_pg_timeout
     store, rank, size = next(iter(dist.rendezvous("env://", timeout=timeout)))
@@ -44,10 +44,10 @@ def meet(timeout_seconds: int = 0) -> Meeting:
 
 
 def job_of_launcher() -> str:
-    """What all attempts of a job have in common, on all nodes, and no other job has; empty without a launcher.
+    """A unique id of the job, the same for all its attempts, on all nodes; empty without a launcher.
 
-    `spurline launch` tells its ranks; of torchrun's ranks, the first to ask leaves it in the store that outlives
-    restarts.
+    `spurline launch` passes it to its ranks; under torchrun, the first rank to ask writes it to the store, which
+    outlives restarts.
     """
     if JOB_VARIABLE in os.environ or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return os.environ.get(JOB_VARIABLE, "")
@@ -58,7 +58,7 @@ def job_of_launcher() -> str:
 def refuse_different_options(meeting: Meeting, options: Mapping[str, str]) -> None:
     """Raise the same ValueError on all ranks if they were started with different options, or run different code.
 
-    Rank 0 compares, in the store: ranks with different options might not even make the same process groups.
+    Rank 0 compares them through the store: ranks with different options might not even create the same process groups.
     """
     store, rank = meeting.side_store, meeting.rank
     store.set(f"options/{rank}", json.dumps(dict(options)))
@@ -72,12 +72,12 @@ def refuse_different_options(meeting: Meeting, options: Mapping[str, str]) -> No
         store.add("options/read", 1)
         deadline = time.monotonic() + _SECONDS_TO_READ
         while rank == 0 and store.add("options/read", 0) < meeting.size and time.monotonic() < deadline:
-            time.sleep(0.05)  # without torchrun the store ends with this rank
+            time.sleep(0.05)  # without torchrun, the store ends with this rank
         raise ValueError(problem)
 
 
 def describe_differences(by_rank: list[dict[str, str]]) -> str:
-    """One line that names the options that differ, and each value with its ranks."""
+    """One line with the options that differ, and each value with its ranks."""
     names = list(dict.fromkeys(name for options in by_rank for name in options))
     differing = []
     for name in names:
@@ -93,7 +93,7 @@ def describe_differences(by_rank: list[dict[str, str]]) -> str:
 
 
 def name_ranks(ranks: list[int]) -> str:
-    """rank 3; ranks 0, 1, 3; ranks 0 to 6, 8."""
+    """Text such as: rank 3; ranks 0, 1, 3; ranks 0 to 6, 8."""
     spans: list[tuple[int, int]] = []
     for rank in sorted(ranks):
         if spans and spans[-1][1] == rank - 1:

@@ -1,4 +1,4 @@
-"""Pipeline schedules, which stages a rank has under each, and where a model is cut. Free of torch."""
+"""Pipeline schedules, the stages of each rank, and the split of a model into stages. Torch-free."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from math import inf
 from typing import Any
 
 SLACK = 1.05
-"""A cut may have a slowest stage this much slower than the best one, if its largest stage is smaller for it."""
+"""The slowest stage may be slower than the optimum by this factor, if that makes the largest stage smaller."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What a pipeline schedule asks for."""
+    """The properties of a pipeline schedule."""
 
     torch_name: str
-    """By which torch.distributed.pipelining knows it."""
+    """Its name in torch.distributed.pipelining."""
     stages_per_rank: int = 1
     is_v_shaped: bool = False
-    """The second stages of ranks come in reverse order: the first rank has the first and the last stage."""
+    """The second stages are assigned in reverse rank order: the first rank has the first and the last stage."""
     splits_backward: bool = False
     """Gradients of inputs and of weights are computed in two passes."""
 
@@ -40,7 +40,7 @@ def num_stages(schedule: str, pp: int) -> int:
 
 
 def rank_of_stage(schedule: str, pp: int, stage: int) -> int:
-    """Which of the pp ranks of a pipeline has a stage."""
+    """The rank, of the pp ranks of a pipeline, that has a stage."""
     turn, place = divmod(stage, pp)
     return pp - 1 - place if SCHEDULES[schedule].is_v_shaped and turn % 2 else place
 
@@ -50,7 +50,7 @@ def stages_of_rank(schedule: str, pp: int, rank: int) -> list[int]:
 
 
 def micro_batch_problem(schedule: str, pp: int, number: int) -> str:
-    """Why a schedule can't have so many micro-batches in a step; "" if it can."""
+    """What a schedule needs, if it can't run this number of micro-batches per step; "" if it can."""
     if schedule == "GPipe":
         return ""
     least, of_what = (2 * pp, "stages") if schedule == "DualPipeV" else (pp, "ranks")
@@ -63,11 +63,11 @@ def micro_batch_problem(schedule: str, pp: int, number: int) -> str:
 
 
 def cut_layers(costs: Any, num_stages: int, first_at_least: int = 1) -> list[tuple[int, int]]:
-    """First and end layer of each stage: a cut whose slowest stage is as fast as can be, and whose largest is small.
+    """First and end (exclusive) layer of each stage, split so that stages are balanced in FLOPs, then in parameters.
 
-    `costs` are those of the model's parts (ModelCosts). The embedding is on the first stage, which has at least so many
-    layers, and the head on the last. Of the cuts whose slowest stage is within SLACK of the best in FLOPs, the one with
-    the fewest parameters on its largest stage is taken.
+    `costs` are those of the model's parts (ModelCosts). The embedding is on the first stage, which has at least
+    `first_at_least` layers, and the head on the last. Of the splits whose slowest stage is within SLACK of the best in
+    FLOPs, the one with the fewest parameters on its largest stage is taken.
     """
     flops = [layer.flops_per_token for layer in costs.layers]
     params = [layer.params for layer in costs.layers]
@@ -91,7 +91,7 @@ def _least_largest(
     limited: Sequence[int] | None = None,
     limit: float = inf,
 ) -> list[tuple[int, int]]:
-    """Cut a list into contiguous parts, none empty, whose largest sum is least; no part of `limited` is above limit."""
+    """Split a list into contiguous, nonempty parts with the least largest sum; no `limited` sum is above limit."""
     number, first_at_least = len(weights), max(first_at_least, 1)
     assert first_at_least + num_parts - 1 <= number, f"{number} layers can't be {num_parts} stages"
     up_to = [0, *accumulate(weights)]
@@ -100,7 +100,7 @@ def _least_largest(
     def cost(begin: int, end: int) -> float:
         return up_to[end] - up_to[begin] if limited_up_to[end] - limited_up_to[begin] <= limit else inf
 
-    # The least largest sum of the parts so far if the last of them ends at `end`, and where that one begins.
+    # The least largest sum of the parts so far if the last one ends at `end`, and where that part begins.
     best = [(cost(0, end) if end >= first_at_least else inf, 0) for end in range(number + 1)]
     begins = [best]
     for _ in range(num_parts - 1):

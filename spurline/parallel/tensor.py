@@ -3,8 +3,8 @@
 B sequences of L positions, of which this rank has l (its real ones, see SequenceShard); D width, V vocabulary.
 
 Between blocks every rank has its own positions: norms, router and experts work on those. Attention, dense feed-forward
-and output head see all positions and a part of each matrix: `all_gather_sequence` before them,
-`reduce_scatter_sequence` behind them.
+and output head see all positions and a shard of each matrix: `all_gather_sequence` before them,
+`reduce_scatter_sequence` after them.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from spurline.lora.adapters import A, B
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """The ranks that split matrices and sequences; without a group, all of it is the identity."""
+    """The ranks that matrices and sequences are split over; without a group, all methods are the identity."""
 
     group: dist.ProcessGroup | None = None
 
@@ -37,7 +37,7 @@ class TensorParallel:
         return 0 if self.group is None else self.group.rank()
 
     def all_gather_sequence(self, x_BlD: Tensor, length: int | None) -> Tensor:
-        """(B, l, D) -> (B, L, D): every rank's positions. Mirror: the sum over ranks of this rank's positions."""
+        """(B, l, D) -> (B, L, D): every rank's positions. Mirror: this rank's positions, summed over ranks."""
         if self.group is None:
             return x_BlD
         assert length is not None, "a share of the positions does not tell how many there are"
@@ -60,11 +60,11 @@ class TensorParallel:
         return F.embedding(own_BL, weight_vD) * mine_BL.unsqueeze(-1)
 
     def join_vocabulary(self, logits_v: Tensor) -> Tensor:
-        """(..., v) -> (..., V): the logits of the whole vocabulary, on every rank."""
+        """(..., v) -> (..., V): the logits of the full vocabulary, on every rank."""
         return logits_v if self.group is None else all_gather_sequence(logits_v, self.group, -1)
 
     def cross_entropy_sum(self, logits_BLv: Tensor, labels_BL: Tensor, ignore_index: int) -> Tensor:
-        """(B, L, v), this rank's part of the vocabulary, and (B, L) -> the summed loss, the same on every rank."""
+        """(B, L, v), this rank's shard of the vocabulary, and (B, L) -> the summed loss, the same on every rank."""
         assert self.group is not None
         logits_BLv = logits_BLv.float()
         highest_BL = all_reduce_max(logits_BLv.amax(-1), self.group)
@@ -76,7 +76,7 @@ class TensorParallel:
         return (loss_BL * (labels_BL != ignore_index)).sum()
 
     def _own_ids(self, ids_BL: Tensor, num_own: int) -> tuple[Tensor, Tensor]:
-        """Ids counted from the first of this rank's, 0 for those of other ranks; and which are this rank's."""
+        """Ids relative to this rank's first, 0 for those of other ranks; and a mask of this rank's ids."""
         own_BL = ids_BL - self.rank * num_own
         mine_BL = (own_BL >= 0) & (own_BL < num_own)
         return torch.where(mine_BL, own_BL, 0), mine_BL
@@ -87,7 +87,7 @@ class TensorParallel:
 
 
 def split_weight(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
-    """Make a parameter a DTensor over mesh, in place: each rank takes its part of what all of them have."""
+    """Make a replicated parameter a DTensor over mesh, in place: each rank keeps its shard."""
     parameter = module.get_parameter(name)
     part = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
     setattr(module, name, nn.Parameter(part, requires_grad=parameter.requires_grad))
@@ -96,8 +96,8 @@ def split_weight(module: nn.Module, name: str, mesh: DeviceMesh, placement: Plac
 def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh) -> None:
     """Split a decoder's matrices over tp_mesh, in place.
 
-    A module says by `tensor_parallel_dims` which of its weights are split, and along which dim; the rest is replicated.
-    Experts stay whole here: they are spread by expert parallelism.
+    A module's `tensor_parallel_dims` names the weights that are split, and the dim of each; the rest is replicated.
+    Experts are not split here: expert parallelism shards them.
     """
     tp = TensorParallel(tp_mesh.get_group())
     for module in model.modules():
@@ -108,7 +108,7 @@ def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh) -> None:
             owner, _, weight = path.rpartition(".")
             split_weight(module.get_submodule(owner), weight, tp_mesh, Shard(dim))
             if weight in getattr(module.get_submodule(owner), "scale_of", ()):
-                # Of an adapter, the matrix that has the split dim: B has the outputs, A the inputs.
+                # Of an adapter, split the matrix that has the split dim: B has the outputs, A the inputs.
                 split_weight(module.get_submodule(owner), weight + (B if dim == 0 else A), tp_mesh, Shard(dim))
     for name, module in model.named_modules():
         if not name.endswith(".experts"):

@@ -1,4 +1,4 @@
-"""The ranks of a run, as the trainer sees them: one process alone, or many under torchrun."""
+"""The ranks of a run, as the trainer sees them: a single process, or many under torchrun."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class World:
     device: torch.device
     degrees: Degrees
     meshes: Meshes | None = None
-    """None when there is one rank: then nothing is shared."""
+    """None if there is only one rank."""
     host_group: dist.ProcessGroup | None = None
-    """All ranks, for collectives on host memory; None when there is one rank."""
+    """All ranks, for collectives on host memory; None if there is only one rank."""
     meeting: Meeting | None = None
-    """Where the ranks have met, if `joined_world` has started the process group."""
+    """The rendezvous of the ranks, if `joined_world` has started the process group."""
 
     @staticmethod
     def alone(device: str = "auto") -> World:
@@ -39,7 +39,7 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank is the one that writes and talks."""
+        """Whether this rank is the one that writes files and logs."""
         return self.meshes is None or dist.get_rank() == 0
 
     @property
@@ -58,15 +58,15 @@ class World:
 
     @property
     def stage_group(self) -> dist.ProcessGroup | None:
-        """The ranks that have the same layers: each of them works on tokens of its own."""
+        """The ranks that have the same layers; each works on its own tokens."""
         return self.meshes.stage_group if self.meshes is not None else None
 
     def sum_over_data(self, value: Tensor) -> Tensor:
-        """Summed over the ranks that read different sequences; those that share sequences have the same value."""
+        """Sum over the ranks that read different sequences; ranks that share sequences have the same value."""
         return self._sum(value, self.meshes.batch_group) if self.meshes is not None else value
 
     def sum_over_losses(self, value: Tensor) -> Tensor:
-        """Summed over the ranks that have different positions in their losses, or none; those of tp have the same."""
+        """Sum over the ranks whose losses cover different positions, or none; the ranks of a tp group have the same."""
         return self._sum(value, self.meshes.loss_group) if self.meshes is not None else value
 
     def sum_over_all(self, value: Tensor) -> Tensor:
@@ -99,8 +99,8 @@ def joined_world(
 ) -> Iterator[World]:
     """Join the other ranks, if torchrun started any, for as long as the block lasts.
 
-    `device` is an option of training (auto, cpu, ...); a collective fails after timeout_seconds (0: PyTorch's default)
-    without one of the ranks. A ValueError on all ranks if their `options` differ.
+    `device` is the value of training.device (auto, cpu, ...); a collective fails after waiting timeout_seconds (0:
+    PyTorch's default) for a rank. A ValueError on all ranks if their `options` differ.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
@@ -118,11 +118,11 @@ def joined_world(
         host_group = dist.new_group(backend="gloo") if is_accelerator(own_device) else meshes.world_group
         if timeout_seconds:
             for group in (*meshes.groups(), host_group):
-                # New groups have the default of their backend, not that of the first one.
+                # New groups have the default timeout of their backend, not that of the first group.
                 dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_seconds), group)
         yield World(own_device, degrees, meshes, host_group, meeting)
         if meeting is not None:
-            dist.barrier()  # nobody closes connections that another rank still uses
+            dist.barrier()  # no rank may close connections that another one still uses
             dist.destroy_process_group()
     except BaseException:
         if meeting is not None:
@@ -133,8 +133,8 @@ def joined_world(
 def _abandon_groups() -> None:
     """Destroy the process groups of a run that has failed, so that the other ranks notice.
 
-    They may be inside a collective that this rank will never join, and groups of some backends wait for it: so only
-    for a few seconds.
+    They may be inside a collective that this rank will never join, for which the groups of some backends wait; so this
+    waits only a few seconds.
     """
     thread = threading.Thread(target=dist.destroy_process_group, daemon=True)
     thread.start()

@@ -1,8 +1,8 @@
-"""Aligned groups: the rows of each expert padded to a multiple, as grouped matmuls of low precision want them.
+"""Aligned groups: the rows of each expert padded to a multiple, as low-precision grouped matmuls require.
 
-P ranks of the group, e experts on this rank, R rows received, A >= R places in the order of experts. The layout is that
-of a sentinel row: a place that no row fills holds row number R, which is a row of zeros and is dropped on the way back.
-Nothing is stored for it. What experts make of zeros may be anything: it reaches no token, and no gradient comes back.
+P ranks of the group, e experts on this rank, R rows received, A >= R places sorted by expert. Empty places hold a
+sentinel: row number R, a row of zeros that is never stored and is dropped on the way back. The experts' output for it
+may be anything: it reaches no token, and gets no gradient.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ N = TypeVar("N", int, Tensor)
 
 @dataclass(frozen=True)
 class AlignedPermutation:
-    """Rows in the order of experts, with those of each expert padded by zeros."""
+    """Rows sorted by expert, with each expert's rows padded with zeros."""
 
     place_R: Tensor
     """The place of each row, in the order in which rows arrived."""
@@ -31,9 +31,9 @@ class AlignedPermutation:
 
     @staticmethod
     def around(permutation: Permutation, counts: RowCounts, places: RowCounts, num_places: int) -> AlignedPermutation:
-        """A permutation whose rows are then spread: `counts` rows of each expert over its `places`.
+        """`permutation` followed by padding: `counts` rows of each expert spread over its `places`.
 
-        It has to have an index: a view of rank-major rows (`UniformPermutation`) has none that could be inverted.
+        It must have an index: a view of rank-major rows (`UniformPermutation`) has none to invert.
         """
         if not isinstance(permutation, SegmentPermutation):
             raise ValueError(
@@ -50,13 +50,13 @@ class AlignedPermutation:
         return AlignedPermutation(place_R.index_select(0, permutation.inverse_R), num_places)
 
     def row_of_places(self) -> Tensor:
-        """(A,): the row in each place; R, the sentinel, where there is none."""
+        """(A,): the row in each place; R, the sentinel, in empty places."""
         R = self.place_R.shape[0]
         return fill_places(self.place_R, torch.arange(R, device=self.place_R.device), self.num_places, R)
 
     @counted(lambda permutation, rows_RD: permutation.paths(rows_RD))
     def forward(self, rows_RD: Tensor) -> Tensor:
-        """(R, D) -> (A, D), zeros in places that no row fills."""
+        """(R, D) -> (A, D), zeros in empty places."""
         return pad_rows(rows_RD, self.place_R, self.num_places)
 
     def inverse(self, rows_AD: Tensor) -> Tensor:
@@ -64,27 +64,27 @@ class AlignedPermutation:
         return unpad_rows(rows_AD, self.place_R)
 
     def paths(self, rows_RD: Tensor) -> dict[str, int]:
-        """For the counters. Weights, a column that goes the same way as its rows, do not count again."""
+        """For the counters. Weights, a single column that is permuted like its rows, are not counted again."""
         if rows_RD.shape[1] == 1:
             return {}
         return {"permute.aligned": 1, "permute.aligned.padding_rows": self.num_places - rows_RD.shape[0]}
 
 
 def round_up(number: N, multiple: int) -> N:
-    """The next multiple, of a number or of each number of a tensor."""
+    """Round a number, or each element of a tensor, up to a multiple."""
     return (number + multiple - 1) // multiple * multiple
 
 
 def most_places(num_rows: int, num_experts: int, multiple: int) -> int:
-    """Places that are enough for so many rows, however they are spread over experts."""
+    """Places that are enough for this many rows, however they are distributed over experts."""
     return (num_rows + num_experts * (multiple - 1)) // multiple * multiple
 
 
 def align_counts(counts: RowCounts, multiple: int, enough: int | None = None) -> tuple[RowCounts, int]:
-    """The places of each expert, and of all: each a multiple, zero for an expert without rows.
+    """The places of each expert, and their total: each a multiple, zero for an expert without rows.
 
-    `enough` places are made where only a device knows the counts: the last expert then has those that are left over.
-    Without it, counts have to be on the host.
+    If only the device knows the counts, the total is `enough`, and the last expert gets the places that are left over.
+    Without `enough`, counts must be on the host.
     """
     place_e = round_up(counts.count_e, multiple)
     if counts.host_e is None and enough is not None:
@@ -105,10 +105,10 @@ def align_counts(counts: RowCounts, multiple: int, enough: int | None = None) ->
 
 
 def places_of(count_e: Tensor, place_e: Tensor, num_rows: int) -> Tensor:
-    """(R,): the place of each row, with rows in the order of experts; each expert's rows fill its first places."""
+    """(R,): the place of each row, with rows sorted by expert; each expert's rows fill its first places."""
     return index_of_segments(starts_of(place_e), count_e, num_rows)
 
 
 def fill_places(place_R: Tensor, value_R: Tensor, num_places: int, sentinel: int) -> Tensor:
-    """(A,): the value of the row in each place, and `sentinel` in places without a row."""
+    """(A,): the value of the row in each place, and `sentinel` in empty places."""
     return value_R.new_full((num_places,), sentinel).index_copy(0, place_R, value_R)

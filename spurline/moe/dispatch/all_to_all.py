@@ -3,10 +3,10 @@
 P ranks, E experts of which e live on each rank, T tokens on this rank, K experts per token, S = T*K rows that leave
 this rank, R rows that reach it. Expert number i lives on rank i // e.
 
-With expert tensor parallelism, the hidden width of an expert is cut into parts that live on different ranks. A part is
-an expert like any other here: it gets the rows of its expert, and the outputs of the parts add up to the expert's.
+With expert tensor parallelism, the hidden width of an expert is split into parts that live on different ranks. A part
+is treated as an expert here: it gets the rows of its expert, and the outputs of the parts add up to the expert's.
 
-Which exchange and which permutation a plan has is decided here, from numbers that the whole group knows.
+The exchange and the permutation of a plan are chosen here, from numbers that every rank of the group knows.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from spurline.ops.rows import gather_rows
 from spurline.ops.weighted_rows import gather_weighted_rows, split_weighted_rows
 
 MOST_FORCED_ROUTES = 8
-"""Batch shapes whose forced-balance route is kept."""
+"""Batch shapes whose forced-balance routes are cached."""
 
 
 @dataclass(frozen=True)
 class Route:
-    """How many rows go where, and how: forced balance keeps it from step to step."""
+    """How many rows go where, and how; cached across steps under forced balance."""
 
     counts: RowCounts
     exchange: Exchange
@@ -66,10 +66,10 @@ class PendingRoute:
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """Rows leave their tokens, travel to the ranks of their experts, and are put in the order of experts there.
+    """Rows are gathered from their tokens, sent to the ranks of their experts, and sorted by expert there.
 
-    Weights that apply behind the experts travel with their rows: experts apply them to their hidden state, and nobody
-    has to keep the output of the experts for the gradient of its weights.
+    Weights that apply after the experts are sent with their rows: experts apply them to their hidden state, so the
+    experts' output need not be saved for the gradient of the weights.
     """
 
     token_S: Tensor
@@ -79,13 +79,13 @@ class ExchangePlan:
     group: ProcessGroup
     route: Route | PendingRoute
     packs: bool = False
-    """Whether rows travel to their experts as float8."""
+    """Whether rows are sent to their experts as float8."""
 
     def dispatch(self, x_TD: Tensor) -> Rows:
-        """Starts the exchange; the rows are waited for when experts ask for them.
+        """Start the exchange; experts wait for the rows when they need them.
 
-        On an accelerator it starts when experts ask for rows: until then the host does not know how many go where, and
-        queues other work before it waits for that.
+        On an accelerator it starts only when experts need the rows: the host does not know the split sizes before, and
+        queues other work until it has to wait for them.
         """
         if self.weigh_before:
             rows = Rows(gather_rows(x_TD, self.token_S), self.route.counts, None, self.weight_S, True)
@@ -106,7 +106,7 @@ class ExchangePlan:
 
     def combine(self, rows: Rows) -> Tensor:
         route = self._known_route()
-        # Experts that could not apply the weights themselves leave them to us, before the rows go back.
+        # Experts that could not apply the weights themselves leave it to us, before the rows are sent back.
         y_RD = rows.x if rows.weight_S is None else rows.weigh(rows.x)
         rows_SD = route.exchange.inverse(route.permutation.inverse(y_RD))
         return combine_rows(replace(rows, weight_S=None), rows_SD, self.token_S, self.num_tokens)
@@ -117,13 +117,13 @@ class ExchangePlan:
 
 @dataclass(frozen=True)
 class PermutedArrival:
-    """Rows on their way, to be put in the order of experts when they are there."""
+    """Rows in flight, to be sorted by expert when they arrive."""
 
     arrival: InFlight | PaddedInFlight
     permutation: Permutation
     width: int
     weight_dtype: torch.dtype | None
-    """Of the weights that rows carry along, if they do."""
+    """The dtype of the weights that rows carry, if they carry any."""
 
     def wait(self) -> Tensor | tuple[Tensor, Tensor]:
         arrived_RX = self.arrival.wait()
@@ -147,7 +147,7 @@ class AllToAllDispatcher:
     ) -> None:
         """The ranks of group hold experts in order; with parts, the ranks of one expert's parts are neighbors.
 
-        same_num_tokens: whether every rank has the same number of tokens, unless `plan` is told otherwise.
+        same_num_tokens: whether every rank has the same number of tokens, unless `plan` gets num_tokens_P.
         """
         self.config = config
         self.group = group
@@ -156,11 +156,11 @@ class AllToAllDispatcher:
         self.same_num_tokens = same_num_tokens
         self.layer = layer
         self._label_of_check = {"rows": as_label(layer), "splits": as_label(_FORCED_BALANCE.format(layer))}
-        self.overlap = True  # False where a graph ends between the start of an exchange and its end
+        self.overlap = True  # False if a graph break falls between the start of an exchange and its end
         self._forced_routes: dict[tuple[object, ...], tuple[Tensor, Route]] = {}
 
     def plan(self, routing: Routing, num_tokens_P: list[int] | None = None) -> ExchangePlan:
-        """num_tokens_P: the tokens of each rank, where they may differ; forced balance builds on it."""
+        """num_tokens_P: the number of tokens of each rank, if they may differ; forced balance relies on it."""
         if self.parts_per_expert > 1:
             routing = route_to_parts(routing, self.size // self.parts_per_expert, self.parts_per_expert)
         T, K = routing.expert_TK.shape
@@ -177,9 +177,9 @@ class AllToAllDispatcher:
         )
 
     def _route(self, routing: Routing) -> tuple[Tensor, Route | PendingRoute]:
-        """Counts are all-gathered (a few kilobytes), so that every rank takes the same decisions.
+        """All-gather the counts (a few kilobytes), so that every rank makes the same decisions.
 
-        On an accelerator their sums are on their way to the host when this returns.
+        On an accelerator, their sums are still being copied to the host when this returns.
         """
         slot_S = torch.argsort(routing.expert_TK.flatten(), stable=True)
         num_sent, count_PE = slot_S.shape[0], all_gather_counts(routing.count_E, self.group)
@@ -197,7 +197,7 @@ class AllToAllDispatcher:
 
     @counted("plan.forced_balance")
     def _forced_route(self, routing: Routing, num_tokens_P: list[int] | None) -> tuple[Tensor, Route]:
-        """With forced balance all numbers follow from the token counts: nobody is asked, and no device is read."""
+        """With forced balance all numbers follow from the token counts: no communication, no device-to-host read."""
         T = routing.expert_TK.shape[0]
         num_tokens = num_tokens_P or [T] * self.size
         if num_tokens[self.rank] != T:
@@ -227,11 +227,11 @@ class AllToAllDispatcher:
         return slot_S, self._choose(slot_S.shape[0], count_PE, traffic, self._check(is_assumed))
 
     def _check(self, is_assumed: bool = False) -> str:
-        """What the ranks compare with each exchange: splits that rest on an assumption, where a mismatch aborts."""
+        """What ranks compare in each exchange: splits, if they rest on an assumption and a mismatch would abort."""
         return "rows" if self.config.check_exchange else "splits" if is_assumed else ""
 
     def _choose(self, num_sent: int, count_PE: Tensor, traffic: Traffic, check: str) -> Route:
-        """Decided from numbers that are the same on every rank, or the exchange would hang."""
+        """Choose from numbers that are the same on every rank, or the exchange would hang."""
         e = count_PE.shape[1] // self.size
         count_Pe = count_PE[:, self.rank * e : (self.rank + 1) * e]
         counts = RowCounts(traffic.count_e, traffic.known_count_e, traffic.expert_range, traffic.host_count_e)
@@ -240,7 +240,7 @@ class AllToAllDispatcher:
         if multiple == 1:
             return Route(counts, exchange, permutation)
         places, num_places = align_counts(counts, multiple)
-        if not isinstance(permutation, UniformPermutation):  # whose rows fill their places
+        if not isinstance(permutation, UniformPermutation):  # which needs no padding
             permutation = AlignedPermutation.around(permutation, counts, places, num_places)
         return Route(places, exchange, permutation)
 
@@ -266,7 +266,7 @@ class AllToAllDispatcher:
         mode = self.config.equal_split
         if mode != "adaptive":
             return mode == "forced"
-        if traffic.num_rows is None:  # tracing: a graph can't branch on numbers that it does not have yet
+        if traffic.num_rows is None:  # tracing: a graph can't branch on numbers that are not known yet
             _say_that_adaptive_is_off()
             return False
         num_padding = traffic.largest_split * self.size**2 - traffic.num_rows
@@ -289,7 +289,7 @@ _said: set[str] = set()
 
 @torch.compiler.assume_constant_result
 def _say_that_adaptive_is_off() -> bool:
-    """Runs once, while a graph is traced."""
+    """Warn once, while a graph is traced."""
     if "adaptive" not in _said:
         _said.add("adaptive")
         warnings.warn(
@@ -301,7 +301,7 @@ def _say_that_adaptive_is_off() -> bool:
 
 
 def route_to_parts(routing: Routing, num_owners: int, parts: int) -> Routing:
-    """The routing of rows to the parts of their experts: K * parts visits a token, E * parts experts."""
+    """The routing of rows to the parts of their experts: K * parts per token, E * parts experts."""
     e = routing.count_E.shape[0] // num_owners
     part_p = torch.arange(parts, device=routing.expert_TK.device)
     expert_TK1 = routing.expert_TK.unsqueeze(-1)

@@ -1,8 +1,8 @@
-"""Fixed capacity: every expert has the same number of places, whatever the routing. Nothing is read from a device.
+"""Fixed capacity: every expert has the same number of places, whatever the routing, without device-to-host reads.
 
 T tokens, K experts per token, S = T*K rows of this rank, E experts, C places of each for one rank's rows, A = E*C
-places in all, P ranks of the group, e experts on each. A place without a row holds the sentinel (`sentinel.py`). Rows
-beyond the capacity are dropped: they contribute zero, get zero gradient, and are counted.
+places in all, P ranks of the group, e experts on each. An empty place holds the sentinel (`sentinel.py`). Rows beyond
+the capacity are dropped: they contribute zero, get zero gradient, and are counted.
 
 All sizes follow from T and the capacity factor, so shapes are static, and every pair of ranks exchanges e*C rows.
 """
@@ -34,12 +34,12 @@ from spurline.moe.telemetry import counted
 from spurline.ops.functional import accumulate_once, raise_to
 
 SPARE = 1.1
-"""Growth gives this many times the places that were missing, so that it need not happen at every reading."""
+"""Growth multiplies the needed factor by this, so that it does not happen at every logged step."""
 
 
 @dataclass(frozen=True)
 class FixedExchange:
-    """Every pair of ranks exchanges the same number of places, full or empty: no splits."""
+    """Every pair of ranks exchanges the same number of places, full or empty, so there are no split sizes."""
 
     num_places: int
     group: ProcessGroup
@@ -56,9 +56,9 @@ class FixedExchange:
 
 
 class CapacityDispatcher(nn.Module):
-    """Plans with a fixed capacity, on one device or across ranks. A module, so that it can offer metrics."""
+    """Plans with a fixed capacity, on one device or across ranks. A module, so that it can report metrics."""
 
-    metrics_of_parent = True  # they are those of the MoE layer
+    metrics_of_parent = True  # reported as the MoE layer's
     dropped_rows: Tensor
     needed_thousandths: Tensor
     witness: Tensor
@@ -67,15 +67,15 @@ class CapacityDispatcher(nn.Module):
         super().__init__()
         self.config, self.ranks = config, ranks
         self.factor = config.capacity_factor
-        self.overlap = True  # False where a graph ends between the start of an exchange and its end
+        self.overlap = True  # False if a graph break falls between the start of an exchange and its end
         self._label_of_check: dict[str, Tensor] = {}
         if ranks is not None:
             texts = {"rows": ranks.layer, "splits": _SAME_NUMBER.format(ranks.layer)}
             self._label_of_check = {check: as_label(text) for check, text in texts.items()}
         for name in (
             "dropped_rows",  # since metrics were last read
-            "needed_thousandths",  # of the factor at which no row of this step would have been dropped
-            "witness",  # never written: tells `accumulate_once` who counts
+            "needed_thousandths",  # the factor, times 1000, at which no row of this step would have been dropped
+            "witness",  # never written: identifies this module to `accumulate_once`
         ):
             self.register_buffer(name, torch.zeros((), dtype=torch.int64), persistent=False)
 
@@ -87,7 +87,7 @@ class CapacityDispatcher(nn.Module):
         return CapacityDispatcher(self.config, ranks).to(self.dropped_rows.device)
 
     def plan(self, routing: Routing, num_tokens_P: list[int] | None = None) -> SentinelPlan:
-        """num_tokens_P: the tokens of each rank, where they may differ: the capacity is that of the most."""
+        """num_tokens_P: the number of tokens of each rank, if they may differ: the largest sets the capacity."""
         (T, K), E, ranks = routing.expert_TK.shape, routing.count_E.shape[0], self.ranks
         C = capacity(self._most_tokens(T, num_tokens_P), K, E, self.factor, self.config.row_multiple)
         if self.training:
@@ -113,7 +113,7 @@ class CapacityDispatcher(nn.Module):
         return SentinelPlan(inner, "plan.capacity", max(0, E * C - T * K))
 
     def _slots(self, routing: Routing, C: int) -> Tensor:
-        """(A,): the row in each place, as a slot of (T, K); S in places without a row."""
+        """(A,): the row in each place, as a slot of (T, K); S in empty places."""
         expert_S = routing.expert_TK.flatten()
         if self.config.overflow == "drop_lowest_weight":
             by_weight_S = torch.argsort(routing.weight_TK.detach().flatten(), descending=True, stable=True)
@@ -157,26 +157,26 @@ class CapacityDispatcher(nn.Module):
         self.needed_thousandths.zero_()
 
     def take_metrics(self, own: Mapping[str, float]) -> None:
-        """Start to count anew, and grow if the config says so: by numbers of all ranks, so that all do the same."""
+        """Reset the counters, and grow if configured: `own` is reduced over ranks, so that all grow alike."""
         self.dropped_rows.zero_()
         if self.config.overflow == "grow" and own["needed_factor"] > self.factor:
             self.factor = grown(own["needed_factor"], self.config)
 
 
 def capacity(num_tokens: int, top_k: int, num_experts: int, factor: float, multiple: int = 1) -> int:
-    """Places of an expert for the rows of one rank: `factor` times an even share, at most one for each token."""
-    thousandths = math.ceil(round(factor * 1000, 6))  # integers, so that a traced size stays one
+    """Places per expert for the rows of one rank: `factor` times an even share, at most one for each token."""
+    thousandths = math.ceil(round(factor * 1000, 6))  # integer arithmetic, so that a traced size stays an integer
     places = -(-num_tokens * top_k * thousandths // (1000 * num_experts))
     return round_up(min(places, num_tokens), multiple)
 
 
 def grown(needed: float, config: MoEConfig) -> float:
-    """The next capacity factor: what was needed and a tenth more, in steps of an eighth; E / K is always enough."""
+    """The next capacity factor: the needed one plus a tenth, in steps of an eighth; E / K is always enough."""
     return min(math.ceil(8 * SPARE * needed) / 8, config.num_experts / config.top_k)
 
 
 def fixed_counts(routing: Routing, num_experts: int, places: int) -> RowCounts:
-    """So many places for each expert: known everywhere without asking."""
+    """Row counts with the same number of places for each expert, known on device and host without a copy."""
     count_e = routing.count_E.new_full((num_experts,), places)
     host_count_e = torch.full((num_experts,), places)
     if torch.compiler.is_compiling():
@@ -185,15 +185,15 @@ def fixed_counts(routing: Routing, num_experts: int, places: int) -> RowCounts:
 
 
 def capacity_dispatchers(model: nn.Module) -> dict[str, CapacityDispatcher]:
-    """Every dispatcher with a fixed capacity by the name of its MoE layer."""
+    """All capacity dispatchers of the model, by the name of their MoE layer."""
     found = ((path, module) for path, module in model.named_modules() if isinstance(module, CapacityDispatcher))
     return {path.rpartition(".")[0]: module for path, module in found}
 
 
 def take_capacity_metrics(model: nn.Module, record: Mapping[str, Any]) -> None:
-    """Tell dispatchers what was read of their metrics: `record["capacity"]`, as `comm/metrics.py` reads it.
+    """Pass dispatchers their metrics as read on the host: `record["capacity"]`, in the format of `comm/metrics.py`.
 
-    The only moment at which `overflow grow` takes effect: the host has the numbers of all ranks anyway.
+    Only here does `overflow grow` take effect, as the host has the numbers of all ranks anyway.
     """
     by_layer = record.get("capacity", {})
     for layer, dispatcher in capacity_dispatchers(model).items():
@@ -201,13 +201,13 @@ def take_capacity_metrics(model: nn.Module, record: Mapping[str, Any]) -> None:
 
 
 def capacity_factors(model: nn.Module) -> dict[str, float]:
-    """The capacity factor of each layer whose own may grow, for a checkpoint."""
+    """The capacity factors of layers that may grow, for a checkpoint."""
     found = capacity_dispatchers(model).items()
     return {layer: dispatcher.factor for layer, dispatcher in found if dispatcher.config.overflow == "grow"}
 
 
 def restore_capacity_factors(model: nn.Module, factors: object) -> None:
-    """Go on with the factors of a checkpoint; a layer that it does not have keeps that of its config."""
+    """Restore the factors from a checkpoint; a layer that is not in it keeps the factor of its config."""
     for layer, dispatcher in capacity_dispatchers(model).items():
         factor = factors.get(layer) if isinstance(factors, dict) else None
         if dispatcher.config.overflow == "grow" and isinstance(factor, int | float):

@@ -1,4 +1,4 @@
-"""The end of every plan: rows are weighed and summed onto their tokens. T tokens, S rows, D width."""
+"""The last step of a plan: rows are weighted and summed by token. T tokens, S rows, D width."""
 
 import torch
 from torch import Tensor
@@ -9,9 +9,9 @@ from spurline.ops.rows import scatter_add_rows, scatter_add_rows_
 
 
 def combine_rows(rows: Rows, rows_SD: Tensor, token_S: Tensor, num_tokens: int) -> Tensor:
-    """(S, D) -> (T, D): rows weighed, unless they are already, and summed by token onto what `rows` are added onto.
+    """(S, D) -> (T, D): rows are weighted, unless they already are, summed by token and added to `rows.onto_TD`.
 
-    In place where gradients are off and the destination belongs to nobody else.
+    In place if gradients are off and nothing else holds the destination.
     """
     if rows.weight_S is not None and not rows.weigh_before:
         rows_SD = rows.weigh(rows_SD)

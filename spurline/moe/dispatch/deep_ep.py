@@ -1,9 +1,9 @@
-"""Dispatch by DeepEP, whose kernels move rows between GPUs: a token crosses once to each rank that has experts of it.
+"""Dispatch by DeepEP, whose kernels move tokens between GPUs: a token is sent once to each rank that has its experts.
 
 T tokens of this rank, K experts per token, E experts of which e live on each of P ranks, R tokens that reach this rank.
-`Buffer.dispatch` brings tokens, the experts they visit and their weights, with a handle; `Buffer.combine` adds up by
-that handle what comes back. Each is the gradient of the other. On this rank, received tokens are sorted by expert as
-tokens are on one device (`local.py`), and their outputs are added up by token before they return.
+`Buffer.dispatch` returns received tokens, their experts and weights, and a handle; `Buffer.combine` uses the handle to
+send outputs back and sum them. Each is the gradient of the other. Received tokens are sorted by expert as on one device
+(`local.py`), and their outputs are summed by token before they are sent back.
 
 Written against `deep_ep.Buffer` of v1.2.1 and of 2.1.0; run on CPU ranks with a stand-in (`testing/stand_ins`) only.
 """
@@ -33,7 +33,7 @@ from spurline.moe.rows import RowCounts, Rows
 from spurline.moe.telemetry import counted
 
 SMALLEST_STEP = 16
-"""Places of the low-latency layout for a rank's tokens are a multiple of this."""
+"""The low-latency layout has a multiple of this many places for a rank's tokens."""
 
 
 class DeepEPDispatcher:
@@ -44,7 +44,7 @@ class DeepEPDispatcher:
     def __init__(self, config: MoEConfig, ranks: ExpertRanks | None = None) -> None:
         require_library(self.name)
         self.config, self.ranks = config, ranks
-        self.overlap = True  # as all dispatchers have it; the library's events order what overlaps
+        self.overlap = True  # common to all dispatchers, unused here: the library's events order what overlaps
 
     def across(self, ranks: ExpertRanks) -> DeepEPDispatcher:
         return type(self)(self.config, ranks)
@@ -65,9 +65,9 @@ class DeepEPDispatcher:
 
 
 class DeepEPLowLatencyDispatcher(DeepEPDispatcher):
-    """The same with the low-latency kernels wherever gradients are off: a fixed number of places, nothing is read.
+    """The same with the low-latency kernels if gradients are off: fixed capacity, no device-to-host reads.
 
-    They carry no routing weights to the experts, so that no gradient of those could come back: training takes the
+    They do not send routing weights to the experts, so no gradient of the weights could come back: training uses the
     normal kernels, and so do weights that apply before the experts.
     """
 
@@ -85,12 +85,12 @@ class DeepEPLowLatencyDispatcher(DeepEPDispatcher):
 
 @dataclass
 class Journey:
-    """What a dispatch by the library leaves behind for the way back."""
+    """What the library's dispatch returns that combine needs."""
 
     buffer: Any
     handle: Any
     expert_RK: Tensor
-    """The experts of each received token, counted on this rank; -1 for those of other ranks."""
+    """The experts of each received token as ids local to this rank; -1 for experts of other ranks."""
     host_e: list[int]
     """Rows of each expert of this rank."""
 
@@ -102,10 +102,10 @@ class DeepEPPlan:
     routing: Routing
     journey: Journey | None = None
     local: LocalPlan | SentinelPlan | None = None
-    """From received tokens to rows and back, known with the journey."""
+    """Maps received tokens to rows and back; set together with the journey."""
 
     def dispatch(self, x_TD: Tensor) -> Rows:
-        """Tokens leave when experts ask for rows, beside what was queued until then: the library waits for counts."""
+        """Tokens are sent when experts need rows, overlapping work queued so far: the library waits for counts."""
         check_dtype(x_TD, "deep_ep")
         ready = library().Buffer.capture()
         return Rows(x_TD, RowCounts(self.routing.count_E), start=partial(self._start, x_TD, ready))
@@ -116,15 +116,15 @@ class DeepEPPlan:
         journey = self.journey
         assert journey is not None
         (R, K), e = journey.expert_RK.shape, len(journey.host_e)
-        # Slots of experts of other ranks are sorted behind all others, and cut off.
+        # Slots of other ranks' experts are sorted last, and cut off.
         expert_S = torch.where(journey.expert_RK < 0, e, journey.expert_RK).flatten()
         slot_S = torch.argsort(expert_S, stable=True)[: sum(journey.host_e)]
-        # Counts are not given as host integers: ranks could take different decisions by them.
+        # Counts are not given as host integers: ranks could make different decisions based on them.
         count_e, host_count_e = count_rows(expert_S, e + 1)[:e], torch.tensor(journey.host_e)
         counts = RowCounts(count_e, host_count_e=host_count_e)
         self.local = plan_rows(self.config, slot_S, weight_RK.flatten(), counts, R, K)
         rows = self.local.dispatch(x_RD)
-        # A kernel that gathers rows by itself would add them onto this rank's own tokens.
+        # A kernel that gathers rows by itself would add them to this rank's own tokens.
         return rows if rows.token_S is None else replace(rows, x=rows.tensor(), token_S=None)
 
     def combine(self, rows: Rows) -> Tensor:
@@ -135,7 +135,7 @@ class DeepEPPlan:
 
 
 class _Dispatch(Function):
-    """Tokens and weights to the ranks of their experts; the gradient is what combine brings back."""
+    """Sends tokens and weights to the ranks of their experts; the gradient comes back by combine."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weight_TK: Tensor, ready: Any, plan: DeepEPPlan) -> tuple[Tensor, Tensor]:
@@ -166,7 +166,7 @@ class _Dispatch(Function):
 
 
 class _Combine(Function):
-    """Outputs back to their tokens, added up; the gradient is sent as the tokens were."""
+    """Sends outputs back and sums them by token; the gradient is dispatched as the tokens were."""
 
     @staticmethod
     def forward(ctx: Any, y_RD: Tensor, journey: Journey) -> Tensor:
@@ -204,7 +204,7 @@ def _bring_back(journey: Journey, rows_RD: Tensor, weight_RK: Tensor | None) -> 
 class LowLatencyPlan:
     """Without gradients: every expert has a place for each token of each rank, M = P * most_tokens of them.
 
-    Places without a token hold anything: what experts make of it is not brought back.
+    Empty places hold arbitrary values: their outputs are not sent back.
     """
 
     group: ProcessGroup
@@ -243,7 +243,7 @@ class LowLatencyPlan:
 
 
 def library() -> Any:
-    """DeepEP itself, imported when it is first needed."""
+    """The DeepEP module, imported on first use."""
     import deep_ep
 
     return deep_ep
@@ -260,7 +260,7 @@ def check_dtype(x_TD: Tensor, dispatcher: str) -> None:
 _buffers: dict[tuple[ProcessGroup, int], tuple[tuple[int, ...], Any]] = {}
 """The buffers of each group, shared by all layers: by the number of experts for the low-latency kernels, 0 for others.
 
-With what a buffer has room for: it is made anew for more.
+Each is stored with its capacity, and recreated when more is needed.
 """
 
 

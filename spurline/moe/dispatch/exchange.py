@@ -19,17 +19,17 @@ from spurline.ops.rows import gather_rows, scatter_add_rows
 
 class Exchange(Protocol):
     def start(self, departure: Departure) -> InFlight | PaddedInFlight:
-        """Send this rank's rows; waited for, (R, D): those that reach it, rank after rank."""
+        """Start to send this rank's rows; waiting returns the rows it receives, (R, D), in rank order."""
         ...
 
     def inverse(self, rows_RD: Tensor) -> Tensor:
-        """(R, D) -> (S, D): every row back to where it came from."""
+        """(R, D) -> (S, D): send every row back to where it came from."""
         ...
 
 
 @dataclass(frozen=True)
 class UnevenExchange:
-    """Each pair of ranks exchanges just the rows it has."""
+    """Each pair of ranks exchanges only its actual rows."""
 
     splits_2P: Tensor
     """Rows that this rank sends to each rank, and receives from each; on the host."""
@@ -58,9 +58,9 @@ class EqualSplitExchange:
 
     largest_split: int
     send_index_S: Tensor
-    """Where each row to send lies among the padded ones."""
+    """Index of each row to send in the padded buffer."""
     receive_index_R: Tensor
-    """Where each received row lies among the padded ones."""
+    """Index of each received row in the padded buffer."""
     group: ProcessGroup
     label: Tensor | None = None
     check: str = ""
@@ -108,7 +108,7 @@ class EqualSplitExchange:
 
 @dataclass(frozen=True)
 class PaddedInFlight:
-    """Padded rows on their way; `wait()` drops the padding."""
+    """Padded rows in flight; `wait()` drops the padding."""
 
     in_flight: InFlight
     index_R: Tensor

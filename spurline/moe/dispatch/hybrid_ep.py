@@ -1,9 +1,9 @@
-"""Dispatch by HybridEP, NVIDIA's kernels for NVLink domains and RDMA: rows arrive in the order of experts.
+"""Dispatch by HybridEP, NVIDIA's kernels for NVLink domains and RDMA: rows arrive sorted by expert.
 
 T tokens of this rank, E experts of which e live on each of P ranks, A rows that reach this rank's experts, each
-expert's padded with zeros to `row_multiple`. `dispatch_with_permute` takes a map (T, E) of who goes where and a
-probability for each pair, and returns rows, their probabilities and a handle; `combine_with_unpermute` adds up by that
-handle. Each is the gradient of the other.
+expert's padded with zeros to `row_multiple`. `dispatch_with_permute` takes a routing map (T, E) and a probability for
+each pair, and returns rows, their probabilities and a handle; `combine_with_unpermute` uses the handle to sum them
+back. Each is the gradient of the other.
 
 Written against `deep_ep.HybridEPBuffer` of DeepEP's branch hybrid-ep at commit 94a9f8f; run on CPU ranks with a
 stand-in (`testing/stand_ins`) only.
@@ -47,13 +47,13 @@ class HybridEPDispatcher(DeepEPDispatcher):
 
 @dataclass
 class Journey:
-    """What a dispatch by the library leaves behind for the way back."""
+    """What the library's dispatch returns that combine needs."""
 
     buffer: Any
     handle: Any
     multiple: int | None
     host_count_e: Tensor
-    """Rows of each expert of this rank with padding, on the host."""
+    """Rows of each expert of this rank, including padding; on the host."""
 
 
 @dataclass
@@ -64,7 +64,7 @@ class HybridEPPlan:
     journey: Journey | None = None
 
     def dispatch(self, x_TD: Tensor) -> Rows:
-        """Tokens leave when experts ask for rows: the library waits for their number, behind what was queued."""
+        """Tokens are sent when experts need rows, after work queued so far: the library waits for their number."""
         check_dtype(x_TD, "hybrid_ep")
         return Rows(x_TD, RowCounts(self.routing.count_E), start=partial(self._start, x_TD))
 
@@ -75,7 +75,7 @@ class HybridEPPlan:
         rows_AD, weight_A = _Dispatch.apply(x_TD, weight_TE, self)
         journey = self.journey
         assert journey is not None
-        # Counts are not given as host integers: ranks could take different decisions by them.
+        # Counts are not given as host integers: ranks could make different decisions based on them.
         count_e = journey.host_count_e.to(x_TD.device, non_blocking=True)
         counts = RowCounts(count_e, host_count_e=journey.host_count_e)
         if self.config.score_before_experts:
@@ -89,7 +89,7 @@ class HybridEPPlan:
 
 
 class _Dispatch(Function):
-    """Rows and weights to the ranks of their experts; the gradient is what combine brings back."""
+    """Sends rows and weights to the ranks of their experts; the gradient comes back by combine."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weight_TE: Tensor, plan: HybridEPPlan) -> tuple[Tensor, Tensor]:
@@ -100,7 +100,7 @@ class _Dispatch(Function):
         rows_AD, weight_A, _, place_e, handle = buffer.dispatch_with_permute(
             hidden=x_TD.contiguous(), routing_map=is_routed_TE, probs=weight_TE.contiguous(), pad_multiple=multiple
         )
-        # In pinned memory by now: the library has waited for it.
+        # place_e is in pinned memory, and complete: the library has waited for it.
         ctx.journey = plan.journey = Journey(buffer, handle, multiple, place_e)
         return rows_AD, weight_A
 
@@ -117,7 +117,7 @@ class _Dispatch(Function):
 
 
 class _Combine(Function):
-    """Outputs back to their tokens, added up; the gradient is sent as the rows were."""
+    """Sends outputs back and sums them by token; the gradient is dispatched as the rows were."""
 
     @staticmethod
     def forward(ctx: Any, y_AD: Tensor, journey: Journey) -> Tensor:
@@ -139,7 +139,7 @@ class _Combine(Function):
 
 
 _buffers: dict[ProcessGroup, tuple[tuple[int, int, int], Any]] = {}
-"""The buffer of each group, shared by all layers: made anew for wider rows, more tokens or other experts."""
+"""The buffer of each group, shared by all layers: recreated for another width, more tokens or other experts."""
 
 
 def buffer_for(group: ProcessGroup, width: int, num_tokens: int, num_experts: int) -> Any:

@@ -1,4 +1,4 @@
-"""Libraries that move rows on the device: which dispatcher needs which, and whether it is there. Free of torch."""
+"""Dispatch libraries: which dispatcher needs which, and whether it is installed. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 class Library(NamedTuple):
     name: str
     module: str
-    """Its presence says that the library is installed; it is not imported for that."""
+    """Looked up, without importing it, to see whether the library is installed."""
     source: str
 
 
@@ -33,6 +33,6 @@ def missing_library(dispatcher: str) -> list[str]:
 
 
 def require_library(dispatcher: str) -> None:
-    """A ValueError if the library of this dispatcher is missing."""
+    """Raise a ValueError if the library of this dispatcher is missing."""
     if problems := missing_library(dispatcher):
         raise ValueError(problems[0])

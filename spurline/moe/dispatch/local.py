@@ -1,4 +1,4 @@
-"""Dispatch on one device: rows stay among their tokens, sorted by expert.
+"""Dispatch on one device: an index sorts rows by expert, and kernels gather them from their tokens.
 
 T tokens, K experts per token, S = T*K rows, A >= S places for them, D width.
 """
@@ -22,7 +22,7 @@ from spurline.moe.rows import RowCounts, Rows
 @dataclass(frozen=True)
 class LocalPlan:
     token_S: Tensor
-    """The token of each row, expert after expert."""
+    """The token of each row, sorted by expert."""
     weight_S: Tensor
     num_tokens: int
     weigh_before: bool
@@ -63,10 +63,10 @@ class LocalDispatcher:
 def plan_rows(
     config: MoEConfig, slot_S: Tensor, weight_TK: Tensor, counts: RowCounts, num_tokens: int, top_k: int
 ) -> LocalPlan | SentinelPlan:
-    """The plan for rows `slot_S`, slots of (T, K) in the order of experts, with the weight of every slot, (T*K,).
+    """The plan for rows `slot_S`, slots of (T, K) sorted by expert, with the weight of every slot, (T*K,).
 
-    With a multiple, places without a row have slot number T*K, and so the sentinel as their token. Where only a device
-    knows the counts, nothing is read: as many places are made as any routing may need.
+    With a row multiple, empty places have slot number T*K, and so the sentinel as their token. If only the device knows
+    the counts, they are not read: there are as many places as any routing may need.
     """
     weigh_before, multiple = config.score_before_experts, config.row_multiple
     if multiple == 1:

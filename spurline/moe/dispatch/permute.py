@@ -1,7 +1,7 @@
-"""Permutations of rows on one rank: from the order in which ranks send them to the order in which experts want them.
+"""Permutations of rows on one rank: from rank-major order, in which they arrive, to sorted by expert.
 
-P ranks of the group, e experts on this rank, R rows received, D width. Rows arrive rank after rank, and from each rank
-expert after expert: a segment is what one rank sends to one expert.
+P ranks of the group, e experts on this rank, R rows received, D width. Rows arrive in rank order, and from each rank
+sorted by expert: a segment is what one rank sends to one expert.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from spurline.ops.rows import permute_rows
 
 
 class Permutation(Protocol):
-    """(R, D) -> (R, D): `forward` to the order of experts, `inverse` back."""
+    """(R, D) -> (R, D): `forward` sorts rows by expert, `inverse` restores their order."""
 
     def forward(self, rows_RD: Tensor) -> Tensor: ...
 
@@ -46,7 +46,7 @@ class SegmentPermutation:
 
 @dataclass(frozen=True)
 class UniformPermutation:
-    """Segments of one length: a view and a transpose, no index."""
+    """Segments of equal length: a view and a transpose, no index."""
 
     num_ranks: int
     num_experts: int
@@ -65,14 +65,14 @@ def _swap(rows_RD: Tensor, outer: int, inner: int) -> Tensor:
 
 
 def starts_of(length_S: Tensor) -> Tensor:
-    """(S,) -> (S,): where each of S segments starts when they lie one after the other."""
+    """(S,) -> (S,): where each of S consecutive segments starts."""
     return length_S.cumsum(0) - length_S
 
 
 def index_of_segments(start_S: Tensor, length_S: Tensor, output_size: int | None = None) -> Tensor:
     """The indices start, start + 1, ... of each segment in turn, output_size of them in all.
 
-    Whoever knows the total on the host passes it as output_size: without it, the device has to be asked.
+    Pass output_size if the total is known on the host: without it, it is read from the device.
     """
     shift_R = torch.repeat_interleave(start_S - starts_of(length_S), length_S, output_size=output_size)
     return shift_R + torch.arange(shift_R.shape[0] if output_size is None else output_size, device=start_S.device)

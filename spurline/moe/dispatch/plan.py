@@ -1,7 +1,7 @@
-"""What a plan is: where every row goes, and how it comes back.
+"""The interface of dispatch plans: where every row goes, and how it comes back.
 
 T tokens, S rows that leave this rank's tokens, R rows that reach its experts, D width. A dispatcher turns a Routing
-into a plan. All host work and every choice of a path happens there; after that, data only flows.
+into a plan. All host work and every choice of a path happens there; a plan only moves data.
 """
 
 from dataclasses import dataclass
@@ -17,22 +17,22 @@ from spurline.moe.rows import Rows
 
 class Plan(Protocol):
     def dispatch(self, x_TD: Tensor) -> Rows:
-        """(T, D) -> the rows of this rank's experts: among their tokens, or on their way (`Rows.arrival`)."""
+        """(T, D) -> the rows of this rank's experts: not gathered yet, or in flight (`Rows.arrival`)."""
         ...
 
     def combine(self, rows: Rows) -> Tensor:
-        """What the experts made of the rows -> (T, D): the mirror of dispatch, added onto `rows.onto_TD`.
+        """The experts' output rows -> (T, D): the mirror of dispatch, added to `rows.onto_TD`.
 
-        A kernel may have combined already (`rows.is_combined`): only if dispatch left the rows among their tokens.
+        A kernel may have combined already (`rows.is_combined`), but only if dispatch did not gather the rows.
         """
         ...
 
 
 class Dispatcher(Protocol):
-    """Makes plans. One that also has across(ranks) -> Dispatcher says what takes its place across ranks."""
+    """Makes plans. The optional method across(ranks) -> Dispatcher returns its replacement for sharded experts."""
 
     def plan(self, routing: Routing, num_tokens_P: list[int] | None = None) -> Plan:
-        """num_tokens_P: the tokens of each rank of the group, where they are known to differ."""
+        """num_tokens_P: the number of tokens of each rank of the group, if they are known and may differ."""
         ...
 
 
@@ -41,17 +41,17 @@ class ExpertRanks:
     """The ranks that the experts of a layer are sharded over."""
 
     group: ProcessGroup
-    """They hold experts in order; with parts, the ranks of one expert's parts are neighbors."""
+    """Its ranks hold experts in order; with parts, the ranks of one expert's parts are neighbors."""
     layer: str = "moe"
     """The layer's name, for errors."""
     parts_per_expert: int = 1
-    """Into how many parts the hidden width of an expert is cut, each on a rank of its own."""
+    """Number of parts that the hidden width of an expert is split into, each on its own rank."""
     same_num_tokens: bool = True
-    """Whether every rank has the same number of tokens, unless `plan` is told otherwise."""
+    """Whether every rank has the same number of tokens, unless `plan` gets num_tokens_P."""
 
 
 def spread_over(ranks: ExpertRanks, dispatcher: Dispatcher, name: str) -> Dispatcher:
-    """What takes the place of a layer's dispatcher, chosen as `name`, when its experts are sharded over ranks."""
+    """The replacement of a layer's dispatcher, configured as `name`, when its experts are sharded over ranks."""
     across = getattr(dispatcher, "across", None)
     if across is None:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""Plans with empty places: those hold a sentinel, a row of zeros behind the tokens.
+"""Plans with empty places, which hold a sentinel: a row of zeros after the last token.
 
-T tokens, A places in the order of experts, D width. Token number T is the sentinel: it is made for the journey, what
-comes back for it is dropped, and so is its gradient.
+T tokens, A places sorted by expert, D width. Token number T is the sentinel: it is appended for dispatch, and its
+output and gradient are dropped.
 """
 
 from dataclasses import dataclass, replace
@@ -20,14 +20,14 @@ class SentinelPlan:
 
     plan: Plan
     path: str
-    """What the counters call it."""
+    """Its name in the counters."""
     num_empty: int
-    """Places that hold the sentinel, at least: rows that are dropped leave more."""
+    """The least number of places that hold the sentinel: dropped rows leave more."""
 
     @counted(lambda plan, x_TD: {plan.path: 1, f"{plan.path}.padding_rows": plan.num_empty})
     def dispatch(self, x_TD: Tensor) -> Rows:
         rows = self.plan.dispatch(with_sentinel(x_TD))
-        # A kernel that gathers rows by itself adds them onto the tokens too, and the layer's have no sentinel.
+        # A kernel that gathers rows by itself also adds them to the layer's tokens, which have no sentinel.
         return rows if rows.token_S is None else replace(rows, x=rows.tensor(), token_S=None)
 
     def combine(self, rows: Rows) -> Tensor:
@@ -42,5 +42,5 @@ def with_sentinel(x_TD: Tensor) -> Tensor:
 
 
 def with_zero(weight_S: Tensor) -> Tensor:
-    """(S,) -> (S + 1,): what the sentinel weighs."""
+    """(S,) -> (S + 1,): appends zero, the weight of the sentinel."""
     return torch.cat([weight_S, weight_S.new_zeros(1)])

@@ -1,7 +1,7 @@
 """Who sends how many rows to whom: the numbers that the host needs for a plan across ranks.
 
-P ranks, E experts of which e live on each rank. Sums over the (P, E) matrix of counts are taken where it lies, on the
-device; the host reads 2P + e + 7 numbers in one copy.
+P ranks, E experts of which e live on each rank. The (P, E) matrix of counts is summed on the device; the host reads
+2P + e + 7 numbers in one copy.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ class Traffic:
     splits_2P: Tensor
     """Rows that this rank sends to each rank and receives from each; int64 on the host."""
     num_received: int
-    """A symbol of its own while tracing, so that sizes are one symbol and not a sum over a list of them."""
+    """While tracing its own symbol, so that a size is one symbol and not a sum of several."""
     largest_split: int
     """The most rows that any rank of the group sends to any rank."""
     count_e: Tensor
-    """Rows of each expert on this rank, where they were counted."""
+    """Rows of each expert on this rank, on the device where they were counted."""
     host_count_e: Tensor
     """The same on the host."""
     known_count_e: list[int] | None = None
-    """The same as integers; this and what follows is None while tracing, where a graph could not branch on it."""
+    """The same as integers; this and the fields below are None while tracing, as a graph can't branch on them."""
     num_rows: int | None = None
-    """Rows of the whole group."""
+    """Rows of the entire group."""
     segment_range: tuple[int, int] | None = None
     """The fewest and most rows that any rank sends to any expert of this rank."""
     expert_range: tuple[int, int] | None = None
@@ -39,10 +39,10 @@ class Traffic:
 
     @staticmethod
     def of_counts(count_PE: Tensor, rank: int) -> Traffic:
-        """From the rows of each rank for each expert: one copy to the host."""
+        """From the rows that each rank has for each expert, by one copy to the host."""
         P, (numbers, count_e) = count_PE.shape[0], traffic_numbers(count_PE, rank)
         if torch.compiler.is_compiling():
-            host = numbers.cpu()  # blocks: nothing in a graph would wait for the end of a copy that does not
+            host = numbers.cpu()  # blocks: nothing in a graph would wait for a non-blocking copy
             num_received, largest_split = host[2 * P].item(), host[2 * P + 1].item()
             torch._check(num_received >= 0)
             torch._check(largest_split >= 0)
@@ -52,7 +52,7 @@ class Traffic:
 
     @staticmethod
     def of_numbers(numbers: HostCopy, count_e: Tensor, P: int) -> Traffic:
-        """From `traffic_numbers`, waiting for their way to the host."""
+        """From `traffic_numbers`, after waiting for their copy to the host."""
         host = numbers.wait()
         read = Traffic.read_on_host(host)
         received, largest, total, fewest_of_segment, most_of_segment, fewest, most = read[2 * P : 2 * P + 7]
@@ -71,14 +71,14 @@ class Traffic:
     @staticmethod
     @counted("plan.host_reads")
     def read_on_host(numbers: Tensor) -> list[int]:
-        """The one place where a plan reads what a device has counted."""
+        """The only place where a plan reads counts from a device."""
         return numbers.tolist()
 
     @staticmethod
     def forced(num_rows_P: list[int], count_e: Tensor, num_experts: int, rank: int, parts: int = 1) -> Traffic:
-        """With forced balance: all numbers follow from the rows of each rank, and nobody is asked.
+        """With forced balance: all numbers follow from the rows of each rank, without communication.
 
-        With parts, a run of `parts` ranks shares e experts, and each of them gets all rows of those.
+        With parts, `parts` consecutive ranks share e experts, and each of the ranks gets all rows of these experts.
         """
         P, E = len(num_rows_P), num_experts
         e = E * parts // P
@@ -86,7 +86,7 @@ class Traffic:
         send_P = [forced_rows(num_rows_P[rank], E, q // parts * e, q // parts * e + e) for q in range(P)]
         receive_P = [forced_rows(num_rows, E, mine.start, mine.stop) for num_rows in num_rows_P]
         splits_2P = torch.tensor([send_P, receive_P])
-        # The first experts get most rows, and the first rank has them.
+        # The first experts get the most rows, and the first rank has them.
         largest_split = max(forced_rows(num_rows, E, 0, e) for num_rows in num_rows_P)
         if torch.compiler.is_compiling():
             host_count_e = forced_counts(num_rows_P, E, torch.device("cpu"))[:, mine.start : mine.stop].sum(0)
@@ -109,7 +109,7 @@ class Traffic:
 
 
 def traffic_numbers(count_PE: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Rows of each rank for each expert -> all that the host has to know, (2P + 7 + e,), and its last part, (e,).
+    """Rows of each rank for each expert -> all numbers that the host needs, (2P + 7 + e,), and their last part, (e,).
 
     What this rank sends to each rank and receives from each; rows received, the largest split of any pair, rows of the
     group; fewest and most rows of a segment of this rank and of an expert; rows of each expert of this rank.
@@ -125,13 +125,13 @@ def traffic_numbers(count_PE: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def forced_rows(num_rows: int, num_experts: int, first: int, last: int) -> int:
-    """How many of the numbers below num_rows fall on experts first..last-1, when number i falls on i % num_experts."""
+    """How many of num_rows rows go to experts first..last-1, if row i goes to expert i % num_experts."""
     whole_rounds, rest = num_rows // num_experts, num_rows % num_experts
     return whole_rounds * (last - first) + max(0, min(rest, last) - first)
 
 
 def forced_counts(num_rows_P: list[int], num_experts: int, device: torch.device) -> Tensor:
-    """Forced balance: rows from each rank to each expert, (P, E), made on the device."""
+    """Forced balance: rows from each rank to each expert, (P, E), computed on the device."""
     expert_E = torch.arange(num_experts, device=device)
     return torch.stack([(num_rows + num_experts - 1 - expert_E) // num_experts for num_rows in num_rows_P])
 
@@ -148,9 +148,9 @@ def forced_order(count_E: Tensor, num_rows: int) -> Tensor:
 
 
 def counts_of_parts(count_PE: Tensor, num_owners: int, parts: int) -> Tensor:
-    """(P, E) -> (P, E * parts): rows for the parts of experts, each of which gets the rows of its expert.
+    """(P, E) -> (P, E * parts): rows for the parts of experts, each of which gets all rows of its expert.
 
-    An owner is a run of `parts` ranks that share e experts; part p of all of them lives on its p-th rank.
+    An owner is `parts` consecutive ranks that share e experts; part p of each expert lives on the p-th of them.
     """
     P, E = count_PE.shape
     return count_PE.view(P, num_owners, 1, E // num_owners).expand(-1, -1, parts, -1).flatten(1)

@@ -1,3 +1,3 @@
-"""Experts: weights, their layout, and a formula; one file a kind."""
+"""Experts: weights, their layout, and a formula; one file per kind."""
 
 from spurline.moe.registry import register_experts_backend as register_experts_backend

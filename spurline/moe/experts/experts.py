@@ -1,4 +1,4 @@
-"""What all experts share: E networks over rows that lie sorted by expert. A kind of experts adds its formula.
+"""The base class of experts: E networks over rows sorted by expert. Each kind of experts adds its formula.
 
 R rows, D width, F hidden width, e experts on this rank.
 """
@@ -26,16 +26,16 @@ from spurline.ops.low_precision import LowPrecision
 
 
 class Experts(Adaptable):
-    """Experts whose weights are as their registered layout says.
+    """Experts whose weights follow their registered layout.
 
-    A subclass gives `formula`. A weight without a "hidden" axis is the same on all ranks of an expert tensor parallel
-    group, whose outputs are added up: what such a weight adds to the output must be divided by `hidden_shards`.
+    A subclass defines `formula`. A weight without a "hidden" axis is the same on all ranks of an expert tensor parallel
+    group, whose outputs are summed: what such a weight adds to the output must be divided by `hidden_shards`.
     """
 
     applies_weights: ClassVar[bool] = False
-    """Whether `formula` applies routing weights. Otherwise the output is weighed, and kept for that in training."""
+    """Whether `formula` applies routing weights. Otherwise the output is weighted, and saved for that in training."""
     precision: LowPrecision | None = None
-    """How matrices are multiplied, if not in the rows' dtype."""
+    """Precision of the matmuls, if not the rows' dtype."""
 
     def __init__(self, config: MoEConfig, init_std: float = 0.02, output_std: float | None = None) -> None:
         super().__init__()
@@ -52,19 +52,19 @@ class Experts(Adaptable):
         load_kernels(self.backend)
 
     def formula(self, x_RD: Tensor, products: Products, *weights: Any) -> Tensor:
-        """(R, D) -> (R, D): the experts' output, with the weights in the order of the layout.
+        """(R, D) -> (R, D): the experts' output, given the weights in the order of the layout.
 
-        Weights are for `products` alone: a tensor, or one with its adapter.
+        Use the weights only through `products`: each is a tensor, or a tensor with its adapter.
 
-        `products.matmul(rows, weight)` multiplies each row with the matrix of its expert; `products.per_row(bias,
-        rows)` gives each row the bias of its expert. Experts that say `applies_weights` multiply the hidden state of
-        each row by its routing weight, `products.weight_R`, if there is one.
+        `products.matmul(rows, weight)` multiplies each row by the matrix of its expert; `products.per_row(bias,
+        rows)` gives each row the bias of its expert. Experts with `applies_weights` multiply the hidden state of each
+        row by its routing weight, `products.weight_R`, if there is one.
         """
         raise NotImplementedError
 
     @drawn_in_blocks
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator | None) -> None:
-        """Matrices from a truncated normal distribution (output_std for those that write the output), biases zero."""
+        """Matrices from a truncated normal distribution (output_std for output projections), biases zero."""
         axes = axis_names(self.layout, name)
         if len(axes) < 3:
             tensor.zero_()
@@ -78,7 +78,7 @@ class Experts(Adaptable):
         return super().train(mode)
 
     def forward(self, rows: Rows) -> Rows:
-        """The rows of this rank's experts -> what the experts make of them."""
+        """The rows of this rank's experts -> the experts' output."""
         if torch.is_grad_enabled() and self.fused_weights.key is not None:
             self.fused_weights.clear()
         if rows.start is not None:
@@ -88,7 +88,7 @@ class Experts(Adaptable):
         return self.by_products(kernel, rows) if self.scale_of else kernel.run(self, rows)
 
     def by_products(self, kernel: Kernel, rows: Rows) -> Rows:
-        """The formula, product by product, on any kernel that multiplies."""
+        """Evaluate the formula, one grouped matmul at a time, on any kernel that has `matmul`."""
         x_RD, weight_R = rows.tensor(), rows.weight_to_apply() if self.applies_weights else None
         counts = rows.counts.with_host_count() if kernel.counts_on_host else rows.counts
         products = Products(kernel, counts, weight_R, self.precision)
@@ -96,7 +96,7 @@ class Experts(Adaptable):
         return rows.output(y_RD, is_weighed=weight_R is not None)
 
     def weights(self) -> list[Tensor]:
-        """This rank's part of each weight, in the order of the layout, without adapters."""
+        """This rank's shard of each weight, in the order of the layout, without adapters."""
         return list(map(local, map(self._parameters.__getitem__, self.weight_names)))  # type: ignore[arg-type]
 
     def adaptable_weights(self) -> tuple[str, ...]:
@@ -113,21 +113,21 @@ class Experts(Adaptable):
         }
 
     def can_cache(self) -> bool:
-        """Whether copies of the weights may be kept: every edit of them must leave a trace.
+        """Whether copies of the weights may be cached: every change to the weights must be detectable.
 
-        FSDP2 gathers parameters into memory that it reuses, without a trace; and tensors made in inference mode have no
-        version.
+        FSDP2 gathers parameters into memory that it reuses, which can't be detected, and tensors created in inference
+        mode have no version counter.
         """
         if getattr(self, "_is_fsdp_managed_module", False):
             return False
         return not any(weight.is_inference() for weight in self._parameters.values() if weight is not None)
 
     def work(self, rows: Rows) -> Work:
-        """What the choice of a kernel for these rows depends on."""
+        """Everything that the choice of a kernel for these rows depends on."""
         grad, host_e, fewest_and_most = torch.is_grad_enabled(), rows.counts.host_e, rows.counts.group_range
         equal_rows = host_e[0] if host_e is not None and len(set(host_e)) == 1 else None
         if fewest_and_most is not None and len(set(fewest_and_most)) > 1:
-            equal_rows = None  # on every rank, or one would refuse its kernel while others wait for it
+            equal_rows = None  # on every rank, or one rank would reject its kernel while others wait for it
         cacheable = grad or (equal_rows is not None and self.can_cache())
         x = rows.x
         return Work(
@@ -144,14 +144,14 @@ class Experts(Adaptable):
         )
 
     def check_backend(self, device: str, dtype: torch.dtype) -> None:
-        """A ValueError if the chosen kernel can't compute these experts on such a device, whatever their rows are."""
+        """Raise a ValueError if the configured kernel can't compute these experts on this device, whatever the rows."""
         precision = "none" if self.precision is None else self.precision.recipe
         adapted, device = bool(self.scale_of), accelerator.stand_in or device
         work = Work(self.kind, device, dtype, self.width, self.hidden, 1, precision=precision, adapted=adapted)
         choose_kernel(work, self.backend)
 
     def verdicts(self, rows: Rows) -> dict[str, Verdict]:
-        """What each kernel says of these rows, the one that `auto` takes first."""
+        """Each kernel's verdict on these rows, best first."""
         return verdicts(self.work(rows))
 
     def extra_repr(self) -> str:

@@ -10,7 +10,7 @@ from spurline.ops.functional import swiglu
 
 
 class SwiGLUExperts(Experts):
-    applies_weights = True  # the last product is linear: a row's weight may multiply what goes into it
+    applies_weights = True  # the last matmul is linear: a row's weight may multiply its input
 
     def formula(self, x_RD: Tensor, products: Products, *weights: Any) -> Tensor:
         w1_eFD, w3_eFD, w2_eDF = weights

@@ -1,1 +1,1 @@
-"""How grouped products are computed: one file a kernel, and `choose.py`, which decides."""
+"""Kernels for grouped matmuls, one file each, and `choose.py`, which selects one."""

@@ -1,7 +1,7 @@
 """Batched matmuls, for experts that all have the same number of rows.
 
-e experts, c rows each, D width, F hidden width. Without gradients, SwiGLU experts run on fused weights: copies laid out
-for two batched matmuls, kept between calls.
+e experts, c rows each, D width, F hidden width. Without gradients, SwiGLU experts use fused weights: copies laid out
+for two batched matmuls, cached between calls.
 """
 
 import torch
@@ -13,7 +13,7 @@ from spurline.moe.telemetry import counted
 from spurline.ops.functional import swiglu
 
 MOST_FUSED_ROWS = 256
-"""Rows of an expert up to which fused weights pay on a CPU: with more, weights leave the cache between products."""
+"""Rows per expert up to which fused weights pay off on a CPU: with more, weights leave the cache between matmuls."""
 
 
 class BmmKernel(Kernel):
@@ -46,7 +46,7 @@ class BmmKernel(Kernel):
     def matmul(self, rows_RI: Tensor, w_eOI: Tensor, count_e: Tensor) -> Tensor:
         rows_ecI = rows_RI.reshape(w_eOI.shape[0], rows_RI.shape[0] // w_eOI.shape[0], rows_RI.shape[1])
         out_ecO = rows_ecI @ w_eOI.transpose(-2, -1)
-        # Not a view to autograd: FSDP2 warns of modules that return one.
+        # Not a view to autograd: FSDP2 warns about modules that return views.
         return torch.ops.aten._unsafe_view.default(out_ecO, [rows_RI.shape[0], w_eOI.shape[1]])
 
     def outer(self, a_RO: Tensor, b_RI: Tensor, count_e: Tensor) -> Tensor:

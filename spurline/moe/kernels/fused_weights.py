@@ -1,4 +1,4 @@
-"""Expert weights laid out for batched matmuls, kept between calls while gradients are off.
+"""Expert weights laid out for batched matmuls, cached between calls while gradients are off.
 
 e experts, D width, F hidden width.
 """
@@ -18,16 +18,16 @@ def _note_optimizer_step(*_: object) -> None:
     _optimizer_steps += 1
 
 
-# Fused optimizers write weights without raising their version, so steps count as edits too.
+# Fused optimizers write weights without bumping their version counter, so steps count as changes too.
 register_optimizer_step_post_hook(_note_optimizer_step)
 
 
 class FusedWeights:
-    """`cat(w1, w3)` and the transposed w2 as contiguous copies, made anew whenever a weight may have changed.
+    """`cat(w1, w3)` and the transposed w2 as contiguous copies, rebuilt whenever a weight may have changed.
 
     An entry is valid for one storage, version, shape, dtype and device of each weight and until the next optimizer step
-    anywhere. Of a DTensor both its own version and that of its local part count: edits raise one or the other. Edits
-    through `.data` leave no trace in PyTorch: call `clear()` after those.
+    anywhere. For a DTensor, both its own version and that of its local tensor count: edits bump one or the other. Edits
+    through `.data` bump neither: call `clear()` after those.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class FusedWeights:
         w1_eFD, w3_eFD, w2_eDF = (_part(w).detach() for w in weights)
         w13_eDX = torch.cat([w1_eFD, w3_eFD], dim=1).to(dtype).transpose(1, 2).contiguous()
         self._fused = w13_eDX, w2_eDF.to(dtype).transpose(1, 2).contiguous()
-        # Holding the sources keeps their memory from being handed to other tensors at the same address.
+        # Holding the sources keeps their memory from being reused by other tensors at the same address.
         self.key, self._sources = key, (w1_eFD, w3_eFD, w2_eDF)
         return self._fused
 

@@ -1,8 +1,8 @@
-"""Grouped products as registered ops: rows of expert e meet the weights of expert e, on any kernel.
+"""Grouped matmuls as registered ops, on any kernel: each expert's rows times its weights.
 
-R rows sorted by expert, e experts, I inputs, O outputs; `count_e` (int64) says how many rows each expert has. Two ops
-are enough and closed under differentiation: a product with the weights, and the weights' gradient (an outer product per
-expert). So a kernel needs no autograd of its own, traces, and can be differentiated any number of times.
+R rows sorted by expert, e experts, I inputs, O outputs; `count_e` (int64) has the number of rows of each expert. Two
+ops are enough and closed under differentiation: a matmul with the weights, and the weights' gradient (an outer product
+per expert). So a kernel needs no autograd of its own, traces, and can be differentiated any number of times.
 """
 
 from __future__ import annotations

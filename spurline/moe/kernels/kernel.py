@@ -1,4 +1,4 @@
-"""What a kernel is: how the products of experts are computed.
+"""The interface of kernels, which compute the grouped matmuls of experts.
 
 R rows sorted by expert, e experts on this rank, I inputs, O outputs, D width, F hidden width.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Work:
-    """All that the choice of a kernel depends on."""
+    """Everything that the choice of a kernel depends on."""
 
     experts: str
     """The registered name of the experts: "swiglu", ..."""
@@ -29,38 +29,38 @@ class Work:
     width: int
     hidden: int
     equal_rows: int | None = None
-    """The rows of every expert, if it is one number and the host knows it."""
+    """The rows per expert, if all experts have the same number and the host knows it."""
     grad: bool = True
     """Whether gradients are recorded."""
     cacheable: bool = True
-    """Whether copies of the weights may be kept between calls: edits of them can be noticed."""
+    """Whether copies of the weights may be kept between calls, as changes to them can be detected."""
     precision: str = "none"
-    """The recipe of products in 8 bits: they are made one by one."""
+    """The 8-bit recipe, which needs a kernel with `matmul`."""
     adapted: bool = False
-    """Whether weights have adapters: then products are wanted, and no kernel that computes experts as a whole."""
+    """Whether weights have adapters, which need a kernel with `matmul`."""
 
 
 class Verdict(NamedTuple):
-    """What a kernel says of some work: the highest score is chosen, 0 means that it can't be done."""
+    """A kernel's score for some work and the reason: the highest score is chosen, 0 means that it can't be done."""
 
     score: int
     why: str
 
 
 def rounds_no_operands(work: Work) -> Verdict | None:
-    """What a kernel that computes experts as a whole says of products in 8 bits."""
+    """The verdict of a fused kernel on 8-bit matmuls: it can't do them. None without a recipe."""
     return None if work.precision == "none" else Verdict(0, f"does not round operands, as {work.precision} does")
 
 
 class Kernel:
-    """A way to compute grouped products. A subclass gives `suits`, and `matmul` and `outer`, or `run` as a whole."""
+    """A way to compute experts. A subclass defines `suits`, and either `matmul` and `outer`, or `run`."""
 
     name: str = ""
     counts_on_host: ClassVar[bool] = False
     """Whether `matmul` and `outer` read row counts on the host."""
 
     def suits(self, work: Work) -> Verdict:
-        """What this kernel is worth for the work, and why."""
+        """This kernel's score for the work, and why."""
         return Verdict(1, "chosen by name only")
 
     def matmul(self, rows_RI: Tensor, w_eOI: Tensor, count_e: Tensor) -> Tensor:
@@ -73,16 +73,16 @@ class Kernel:
 
     @property
     def multiplies(self) -> bool:
-        """Whether it has products of its own."""
+        """Whether it defines `matmul`."""
         return type(self).matmul is not Kernel.matmul
 
     def run(self, experts: Experts, rows: Rows) -> Rows:
-        """The experts' output for these rows; by default their formula, product by product."""
+        """The experts' output for these rows; by default their formula, one grouped matmul at a time."""
         return experts.by_products(self, rows)
 
 
 class FunctionKernel(Kernel):
-    """A user's function that computes SwiGLU experts as a whole, as `register_experts_backend` takes it."""
+    """A user's function that computes complete SwiGLU experts, from `register_experts_backend`."""
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
         self.function = function

@@ -1,4 +1,4 @@
-"""One product per expert, in a loop: any dtype, any size, any counts, any device."""
+"""One matmul per expert, in a loop: any dtype, any size, any counts, any device."""
 
 import torch
 from torch import Tensor

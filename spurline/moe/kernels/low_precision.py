@@ -1,7 +1,7 @@
-"""Grouped products with operands of 8 bits, on any kernel that multiplies; see `ops/low_precision.py`.
+"""Grouped matmuls with 8-bit operands, on any kernel that has `matmul`; see `ops/low_precision.py`.
 
 R rows sorted by expert, e experts, I inputs, O outputs. The gradient of the weights sums over the rows of each expert,
-so its scales are along those.
+so its scales are along the rows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The products that a formula of experts is made of. R rows sorted by expert, e experts, I inputs, O outputs."""
+"""The operations of an expert formula. R rows sorted by expert, e experts, I inputs, O outputs."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from spurline.ops.low_precision import LowPrecision
 
 @dataclass(frozen=True)
 class Products:
-    """The products that an experts' formula is made of, for rows with these counts."""
+    """The grouped matmuls and bias lookups of an expert formula, for rows with these counts."""
 
     kernel: Kernel
     counts: RowCounts
     weight_R: Tensor | None = None
-    """The routing weight of each row, if the formula is to apply it."""
+    """The routing weight of each row, if the formula must apply it."""
     precision: LowPrecision | None = None
-    """How matrices are multiplied, if not in the rows' dtype."""
+    """Precision of the matmuls, if not the rows' dtype."""
 
     def matmul(self, rows_RI: Tensor, w_eOI: Tensor | LowRank) -> Tensor:
         """(R, I) and (e, O, I) -> (R, O): each row times the transposed matrix of its expert, in the rows' dtype."""
@@ -38,7 +38,7 @@ class Products:
         return low_precision_matmul(rows_RI, w_eOI, count_e, self.kernel.name, self.precision)
 
     def per_row(self, b_eO: Tensor, rows_RI: Tensor) -> Tensor:
-        """(e, O) -> (R, O): for each row what its expert has (a bias), in the rows' dtype."""
+        """(e, O) -> (R, O): for each row the vector of its expert (a bias), in the rows' dtype."""
         count_e, num_experts = self.counts.count_e.to(rows_RI.device), b_eO.shape[0]
         expert_R = torch.repeat_interleave(
             torch.arange(num_experts, device=rows_RI.device), count_e, output_size=rows_RI.shape[0]

@@ -1,1 +1,1 @@
-"""The kernel for CPUs: experts one after the other, on rows that stay in cache."""
+"""The CPU kernel: one expert after another, on rows that stay in cache."""

@@ -1,9 +1,8 @@
-"""Memory for large CPU tensors that come and go with every step.
+"""A memory pool for large CPU tensors that are allocated and freed in every step.
 
-The system takes large freed blocks back from a process and hands out pages one fault at a time: for weight gradients
-and for what is kept for the backward pass, that costs up to a tenth of the arithmetic. A block of the pool returns to a
-free list when the last tensor that uses it is gone, and goes from there to the next caller. No two live tensors share
-memory.
+The system allocator returns large freed blocks to the OS, and new ones cost a fault per page: for weight gradients
+and saved activations, that costs up to a tenth of the arithmetic. A block of the pool returns to a free list when the
+last tensor that uses it is freed, and is reused from there. No two live tensors share memory.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from torch import Tensor
 Block = npt.NDArray[np.uint8]
 
 SMALLEST = 1 << 20
-"""Bytes below which the allocator's own free lists do well."""
+"""Size in bytes below which the allocator's own free lists are good enough."""
 _ALIGNMENT = 64
 
 
@@ -32,7 +31,7 @@ def _eighth_of_memory() -> int:
 
 
 class BufferPool:
-    """Large blocks of host memory that are reused; at most `limit` bytes lie unused."""
+    """Reusable large blocks of host memory; at most `limit` bytes are held unused."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -47,13 +46,13 @@ class BufferPool:
             return torch.empty(shape, dtype=dtype, device=like.device)
         block = self._take(_round_up(num_bytes) + _ALIGNMENT)
         start = -block.ctypes.data % _ALIGNMENT
-        # The tensor's storage holds this view and nothing else does: when it dies, the block is free.
+        # Only the tensor's storage holds this view: when it is freed, so is the block.
         view = block[start : start + num_bytes]
         weakref.finalize(view, self._return, block).atexit = False
         return torch.from_numpy(view).view(dtype).view(shape)
 
     def release(self) -> None:
-        """Hand the blocks that lie unused back to the system."""
+        """Return unused blocks to the system."""
         self._free.clear()
         self.unused_bytes = 0
 
@@ -70,7 +69,7 @@ class BufferPool:
 
 
 def _round_up(num_bytes: int) -> int:
-    """To one of eight sizes between powers of two, so that a block fits the next step's slightly different need."""
+    """Round up to one of eight sizes per power of two, so that a block fits the slightly different next step."""
     step = 1 << max(num_bytes.bit_length() - 4, 12)
     return -(-num_bytes // step) * step
 

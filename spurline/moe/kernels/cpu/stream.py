@@ -1,19 +1,19 @@
-"""SwiGLU experts as one op, and the CPU's: one expert after the other, on rows that stay in cache.
+"""Fused SwiGLU experts, and their CPU kernel: one expert after another, on rows that stay in cache.
 
-T tokens, S rows sorted by expert, e experts, D width, F hidden width. A kernel that computes SwiGLU experts as a whole
-is two ops (Triton's are in `kernels/triton/`). `FusedKernel` takes rows in and out, `complete_op` adds fakes and
+T tokens, S rows sorted by expert, e experts, D width, F hidden width. A kernel that computes complete SwiGLU experts
+is two ops (Triton's are in `kernels/triton/`). `FusedKernel` calls them on `Rows`, `complete_op` adds fakes and
 gradients:
 
     op(x_TD, w1_eFD, w3_eFD, w2_eDF, weight_S, base_TD, token_S, count_e, weigh_before, keep) -> y_TD, kept_2SF
     backward(grad_TD, x_TD, w1, w3, w2, weight_S, token_S, count_e, kept_2SF, weigh_before, need_weights)
         -> dx_TD, dw1, dw3, dw2, dweight_S
 
-Rows are gathered from tokens (`token_S`) and added onto them, so that no (S, D) tensor is ever made; without `token_S`,
-the tokens are the rows. For the backward pass only the arguments and the inputs of the activation are kept, (2, S, F);
-the rest is recomputed.
+Rows are gathered from tokens (`token_S`) and added to them, so that no (S, D) tensor is ever made; without `token_S`,
+the tokens are the rows. Only the arguments and the inputs of the activation, (2, S, F), are saved for the backward
+pass; the rest is recomputed.
 
-On a CPU, work goes by chunks of rows: of one expert, or of several that have few. Each expert multiplies its own part
-of a chunk; everything else is done for the chunk as a whole, as small operations cost more than their arithmetic. How a
+On a CPU, rows are processed in chunks: of one expert, or of several that have few rows. Each expert multiplies its own
+part of a chunk; everything else is done for the entire chunk, as small operations are dominated by overhead. How a
 chunk is multiplied is decided in `kernels/choose.py`.
 """
 
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 
 
 class FusedKernel(Kernel):
-    """A kernel whose `op` computes SwiGLU experts as a whole, from rows among their tokens or in order."""
+    """A kernel whose `op` computes complete SwiGLU experts, from tokens with an index or from gathered rows."""
 
     op: ClassVar[Callable[..., tuple[Tensor, Tensor]]]
     path: ClassVar[str]
-    """What the fast-path counters call it."""
+    """Its name in the fast-path counters."""
 
     @counted(lambda kernel, experts, rows: kernel.paths(rows))
     def run(self, experts: Experts, rows: Rows) -> Rows:
@@ -62,7 +62,7 @@ class FusedKernel(Kernel):
         return replace(rows, x=y_TD, is_combined=True)
 
     def paths(self, rows: Rows) -> list[str]:
-        """What the fast-path counters call this run."""
+        """The fast-path counters of this run."""
         on_tokens = ["experts.on_tokens", *rows.weighing(rows.x.dtype)]
         return [self.path] if rows.token_S is None else [self.path, *on_tokens]
 
@@ -73,7 +73,7 @@ class FusedKernel(Kernel):
 
 
 def complete_op(op: Any, backward_op: Any) -> None:
-    """Give both ops their fakes, and the first one its gradient: the second, or plain products to go on from."""
+    """Register fakes for both ops, and the gradient of the first: the second, or `plain_experts` under create_graph."""
 
     def backward(ctx, grad_TD, _):  # type: ignore[no-untyped-def]
         x_TD, w1, w3, w2, weight_S, token_S, count_e, kept_2SF = ctx.saved_tensors
@@ -81,8 +81,8 @@ def complete_op(op: Any, backward_op: Any) -> None:
         if grad_TD is None:
             return (None,) * len(need)
         if torch.is_grad_enabled():
-            # With respect to aliases: where one input depends on another (weights are routed from x), a gradient with
-            # respect to the inputs themselves would go down that path a second time.
+            # Differentiate with respect to aliases: if one input depends on another (routing weights depend on x), a
+            # gradient with respect to the inputs themselves would include that path a second time.
             inputs: list[Any] = [t if t is None else t.view_as(t) for t in (x_TD, w1, w3, w2, weight_S)]
             wanted = [t for t, needed in zip(inputs, need[:5], strict=True) if t is not None and needed]
             x_TD, w1, w3, w2, weight_S = inputs
@@ -133,7 +133,7 @@ def plain_experts(
     count_e: Tensor,
     weigh_before: bool,
 ) -> Tensor:
-    """The same by ops that can be differentiated any number of times."""
+    """Fused SwiGLU experts by ops that can be differentiated any number of times."""
     w1, w3, w2 = (w.to(x_TD.dtype) for w in (w1_eFD, w3_eFD, w2_eDF))
     rows = x_TD if token_S is None else gather_rows(x_TD, token_S)
     weight_S1 = None if weight_S is None else weight_S.to(x_TD.dtype).unsqueeze(1)
@@ -163,7 +163,7 @@ def stream_experts(
     weigh_before: bool,
     keep: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(T, D) -> (T, D), each row's expert output, weighted, added onto base_TD; and with `keep` what backward needs.
+    """(T, D) -> (T, D), each row's weighted expert output added to base_TD; and with `keep` what backward needs.
 
     The weight multiplies the input of the expert (`weigh_before`) or its output.
     """
@@ -171,7 +171,7 @@ def stream_experts(
     y_TD = work.start_sum(base_TD)
     kept_2SF = work.empty((2, work.num_rows if keep else 0, w1_eFD.shape[1]), x_TD.dtype)
     kept = work.split(kept_2SF, dim=1)
-    # Products are written to their place for the backward pass at once, where the dtype is the same.
+    # If the dtype is the same, matmuls write directly to what is saved for the backward pass.
     keeps_as_it_is = keep and work.dtype == x_TD.dtype
     w1_eDF, w3_eDF, w2_eFD = Matrices(w1_eFD.mT, work), Matrices(w3_eFD.mT, work), Matrices(w2_eDF.mT, work)
     for chunk, weight in zip(work.chunks, work.weights(weight_S), strict=True):
@@ -207,7 +207,7 @@ def stream_experts_backward(
     weigh_before: bool,
     need_weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of x, w1, w3, w2 and weight_S; those of the matrices are empty unless `need_weights`."""
+    """The gradients of x, w1, w3, w2 and weight_S; the matrices' are empty unless `need_weights`."""
     work = Workspace(x_TD, w1_eFD, count_e, token_S)
     dx_TD = work.start_sum(None)
     dweight_S = x_TD.new_empty(0 if weight_S is None else work.num_rows, dtype=sum_dtype(x_TD.dtype))

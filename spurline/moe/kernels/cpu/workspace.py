@@ -1,7 +1,7 @@
-"""Where the CPU kernel works: rows cut into chunks, buffers for one chunk, and its products.
+"""The workspace of the CPU kernel: rows split into chunks, buffers for one chunk, and its matmuls.
 
-S rows sorted by expert, e experts, D width, F hidden width, I inputs and O outputs of a matrix. A chunk is of one
-expert, or of several that have few rows.
+S rows sorted by expert, e experts, D width, F hidden width, I inputs and O outputs of a matrix. A chunk has the rows of
+one expert, or of several that have few.
 """
 
 from collections.abc import Sequence
@@ -18,13 +18,13 @@ from spurline.moe.kernels.cpu.buffers import POOL, SMALLEST
 from spurline.ops.skinny_matmul import least_rows
 
 CHUNK = 2048
-"""Rows that are worked on at a time: enough to keep the cores busy, few enough to stay in cache."""
+"""Rows per chunk of one expert: enough to keep the cores busy, few enough to stay in cache."""
 JOINED = 1 << 18
-"""Elements (rows x width) up to which the rows of several experts make a chunk: about a core's own cache."""
+"""Elements (rows x width) up to which the rows of several experts share a chunk: about the size of a core's cache."""
 
 
 class Part(NamedTuple):
-    """Neighboring rows of one expert."""
+    """Consecutive rows of one expert."""
 
     expert: int
     size: int
@@ -33,19 +33,19 @@ class Part(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Neighboring rows that are worked on together."""
+    """Consecutive rows that are processed together."""
 
     number: int
     parts: list[Part]
     sizes: list[int]
-    """Of the parts."""
+    """Rows of each part."""
     size: int
     end_e: Tensor | None
-    """Where the rows of each expert from the first to the last end, if one grouped product is to multiply them."""
+    """Offsets where the rows of each expert end, from the first expert to the last, for a grouped matmul; else None."""
 
 
 def make_chunks(counts: list[int], width: int, whole_experts: bool) -> list[Chunk]:
-    """Chunks of rows of this width, with so many rows for each expert; with whole_experts, no expert is cut."""
+    """Split rows of this width into chunks, given the rows per expert; with whole_experts, no expert is split."""
     most_of_one = max([1, *counts]) if whole_experts else CHUNK
     most_of_several = JOINED // max(width, 1)
     joined: list[tuple[list[Part], list[int]]] = []
@@ -75,7 +75,7 @@ def _ends(parts: list[Part]) -> Tensor:
 
 
 def multiply(chunk: Chunk, rows: Tensor, matrices: "Matrices", out: Tensor, add: bool = False) -> Tensor:
-    """Each part's rows with the matrix of its expert, written to `out` or added onto it."""
+    """Each part's rows times the matrix of its expert, written or added to `out`."""
     if matrices.skinny_rows and not add and is_skinny(chunk.sizes, matrices.skinny_rows):
         return _skinny_products(chunk, rows, matrices, out)
     if chunk.end_e is not None and matrices.can_be_grouped and rows.is_contiguous():
@@ -96,14 +96,14 @@ def multiply(chunk: Chunk, rows: Tensor, matrices: "Matrices", out: Tensor, add:
 
 
 def _skinny_products(chunk: Chunk, rows: Tensor, matrices: "Matrices", out: Tensor) -> Tensor:
-    """The same with few rows as columns; see `ops/skinny_matmul.py`."""
+    """`multiply`, with parts of few rows as columns; see `ops/skinny_matmul.py`."""
     columns, out_columns = rows.t(), out.t()
     least = least_rows(rows.shape[1])
     start = 0
     for part in chunk.parts:
         matrix = matrices.each[part.expert] if matrices.lifted is None else matrices.lift(part.expert, part.is_first)
         if part.size <= matrices.skinny_rows:
-            # A single row is multiplied with its neighbor, whose own product overwrites this one in the next turn.
+            # A single row is multiplied together with the next one, whose result the next iteration overwrites.
             size = min(max(part.size, least), chunk.size - start)
             product = torch.mm(matrix.t(), columns.narrow(1, start, size))
             out_columns.narrow(1, start, size).copy_(product)
@@ -114,7 +114,7 @@ def _skinny_products(chunk: Chunk, rows: Tensor, matrices: "Matrices", out: Tens
 
 
 class Matrices:
-    """One matrix of every expert, in the dtype of the products."""
+    """One matrix of every expert, in the dtype of the matmuls."""
 
     def __init__(self, w_eIO: Tensor, work: "Workspace") -> None:
         dtype = work.dtype
@@ -125,13 +125,13 @@ class Matrices:
         self.can_be_grouped = is_dense and work.can_be_grouped
 
     def lift(self, expert: int, is_first: bool) -> Tensor:
-        """The matrix of an expert in the dtype of the products, converted with the first of its parts."""
+        """The matrix of an expert in the dtype of the matmuls, converted once, for its first part."""
         assert self.lifted is not None
         return self.lifted.copy_(self.each[expert]) if is_first else self.lifted
 
 
 class Workspace:
-    """Rows cut into chunks, and buffers for one chunk, in the dtype of the products."""
+    """Rows split into chunks, and buffers for one chunk, in the dtype of the matmuls."""
 
     def __init__(self, x_TD: Tensor, w1_eFD: Tensor, count_e: Tensor, token_S: Tensor | None) -> None:
         self.like = x_TD
@@ -142,7 +142,7 @@ class Workspace:
         assert sum(self.counts) == self.num_rows, (
             f"row counts add up to {sum(self.counts)}, but there are {self.num_rows} rows"
         )
-        # The sum of a weight's gradient over chunks would be rounded after each, which only a wide dtype can bear.
+        # A weight gradient summed over chunks is rounded after each, which only a wide dtype tolerates.
         self.chunks = make_chunks(self.counts, x_TD.shape[1], whole_experts=self.dtype != self.sum_dtype)
         self._sizes = list(map(attrgetter("size"), self.chunks))
         self._tokens = self.split(token_S) if token_S is not None else ()
@@ -152,7 +152,7 @@ class Workspace:
         self._buffers: dict[tuple[str, int], Tensor] = {}
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Uninitialized memory: of the pool if it is large."""
+        """Uninitialized memory, from the pool if it is large."""
         num_elements = 1
         for size in shape:
             num_elements *= size
@@ -161,7 +161,7 @@ class Workspace:
         return POOL.empty(shape, self.like, dtype)
 
     def split(self, rows_S: Tensor, dim: int = 0) -> Sequence[Tensor]:
-        """The rows of each chunk; nothing if there are none."""
+        """Split a dim into the rows of each chunk; an empty tensor for each if it has none."""
         return rows_S.split(self._sizes, dim) if rows_S.shape[dim] else (rows_S,) * len(self._sizes)
 
     def weights(self, weight_S: Tensor | None) -> Sequence[Tensor | None]:
@@ -171,7 +171,7 @@ class Workspace:
         return weight_S.to(self.dtype).unsqueeze(1).split(self._sizes)
 
     def gather_rows(self, x_TD: Tensor, chunk: Chunk, name: str) -> Tensor:
-        """The chunk's rows of x, in the dtype of the products."""
+        """The chunk's rows of x, in the dtype of the matmuls."""
         if not self.sums_by_token:
             return self.lift(self.split(x_TD)[chunk.number], name)
         buffer = self.buffer(f"{name} as they are", chunk.size, self.width, x_TD.dtype)
@@ -179,13 +179,13 @@ class Workspace:
         return rows if rows.dtype == self.dtype else self.lift(rows, name)
 
     def lift(self, rows: Tensor, name: str) -> Tensor:
-        """The rows in the dtype of the products: themselves if that is theirs."""
+        """The rows in the dtype of the matmuls; not copied if they already are."""
         if rows.dtype == self.dtype:
             return rows
         return self.buffer(name, rows.shape[0], rows.shape[1], self.dtype).copy_(rows)
 
     def start_sum(self, base_TD: Tensor | None) -> Tensor:
-        """What rows are added onto: sums over experts in a wide dtype, or the rows themselves."""
+        """The output buffer: a sum by token in a wide dtype, or the rows themselves."""
         dtype = self.sum_dtype if self.sums_by_token else self.like.dtype
         sum_TD = self.empty(tuple(self.like.shape), dtype)
         if base_TD is not None:
@@ -193,13 +193,13 @@ class Workspace:
         return sum_TD.zero_() if self.sums_by_token else sum_TD
 
     def place_for_result(self, y_TD: Tensor, chunk: Chunk) -> Tensor:
-        """Where a product is written that `scatter_add_rows` brings to y: in y itself, if rows are not summed."""
+        """Where a matmul writes what `scatter_add_rows` adds to y: y itself, if rows are not summed."""
         if not self.sums_by_token and y_TD.dtype == self.dtype:
             return self.split(y_TD)[chunk.number]
         return self.buffer("result", chunk.size, self.width, self.dtype)
 
     def scatter_add_rows(self, y_TD: Tensor, chunk: Chunk, rows: Tensor) -> None:
-        """Add the chunk's rows onto their tokens, or put them in their places."""
+        """Add the chunk's rows to their tokens, or copy them to their rows of y."""
         if self.sums_by_token:
             if rows.dtype != y_TD.dtype:
                 rows = self.buffer("result to sum", chunk.size, self.width, y_TD.dtype).copy_(rows)
@@ -208,8 +208,8 @@ class Workspace:
             self.split(y_TD)[chunk.number].copy_(rows)
 
     def buffer(self, name: str, num_rows: int, width: int, dtype: torch.dtype | None = None) -> Tensor:
-        """The buffer of that name, (num_rows, width); by default in the dtype of the products."""
-        # Small experts make views as dear as arithmetic, so views are kept as well; under -1 lies the whole buffer.
+        """The buffer of that name, (num_rows, width); by default in the dtype of the matmuls."""
+        # For small experts, views cost as much as arithmetic, so views are cached as well; key -1 is the full buffer.
         view = self._buffers.get((name, num_rows))
         if view is None:
             whole = self._buffers.get((name, -1))
@@ -230,7 +230,7 @@ class WeightGradient:
         self._total = None if same else torch.empty_like(self._grads[0], dtype=dtype)
 
     def add_outer(self, chunk: Chunk, a: Tensor, b: Tensor) -> None:
-        """Add a^T b to the gradient of each part's expert, which its first part starts."""
+        """Add a^T b to the gradient of each part's expert; an expert's first part overwrites."""
         for part, a_part, b_part in zip(chunk.parts, a.split(chunk.sizes), b.split(chunk.sizes), strict=True):
             grad = self._grads[part.expert]
             total = grad if self._total is None else self._total
@@ -242,7 +242,7 @@ class WeightGradient:
                 grad.copy_(total)
 
     def finish(self) -> Tensor:
-        """All of it, with zeros for experts without rows."""
+        """The full gradient, with zeros for experts without rows."""
         for grad, count in zip(self._grads, self._counts, strict=False):
             if not count:
                 grad.zero_()
@@ -250,10 +250,10 @@ class WeightGradient:
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of matrix products: x's own, or float32 where a CPU has no instructions for it.
+    """The dtype of matmuls: x's own, or float32 if the CPU has no instructions for it.
 
-    Without them bfloat16 is about eight times slower than to lift the rows and weights of one expert at a time to
-    float32, multiply, and round the result.
+    Without them, bfloat16 is about eight times slower than converting the rows and weights of one expert at a time to
+    float32, multiplying, and rounding the result.
     """
     if x.device.type != "cpu" or x.dtype not in (torch.bfloat16, torch.float16):
         return x.dtype

@@ -1,1 +1,1 @@
-"""SwiGLU experts in Triton: products (the kernels), tiles (their sizes), launch, experts (the ops)."""
+"""SwiGLU experts in Triton: `products` (the kernels), `tiles` (their sizes), `launch`, `experts` (the ops)."""

@@ -1,7 +1,7 @@
-"""SwiGLU experts in Triton as a registered op: gather, multiply, activate, multiply, add up, all on the device.
+"""SwiGLU experts in Triton as a registered op: gather, matmul, activation, matmul, combine, all on the device.
 
-T tokens, S rows sorted by expert, e experts, D width, F hidden width. For the backward pass is kept what the CPU kernel
-keeps: inputs, routing, and the inputs of the activation. Triton is imported when the op runs.
+T tokens, S rows sorted by expert, e experts, D width, F hidden width. What is saved for the backward pass is the same
+as in the CPU kernel: inputs, routing, and the inputs of the activation. Triton is imported when the op runs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def triton_experts(
     weigh_before: bool,
     keep: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(T, D) -> (T, D), each row's expert output, weighted, added onto base_TD; and with `keep` what backward needs."""
+    """(T, D) -> (T, D), each row's weighted expert output added to base_TD; and with `keep` what backward needs."""
     from spurline.moe.kernels.triton import launch
 
     return launch.forward(x_TD, w1_eFD, w3_eFD, w2_eDF, weight_S, base_TD, token_S, count_e, weigh_before, keep)
@@ -53,7 +53,7 @@ def triton_experts_backward(
     weigh_before: bool,
     need_weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of x, w1, w3, w2 and weight_S; those of the matrices are empty unless `need_weights`."""
+    """The gradients of x, w1, w3, w2 and weight_S; the matrices' are empty unless `need_weights`."""
     from spurline.moe.kernels.triton import launch
 
     return launch.backward(
@@ -87,5 +87,5 @@ class TritonKernel(FusedKernel):
 
 
 def is_interpreted() -> bool:
-    """Whether Triton's kernels run in its interpreter in this process."""
+    """Whether Triton kernels run in the interpreter in this process."""
     return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")

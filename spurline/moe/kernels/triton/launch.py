@@ -23,7 +23,7 @@ from spurline.moe.kernels.triton.tiles import COMBINED_COLUMNS, Tile, tile_of
 
 
 class _Launcher:
-    """What all launches for one set of rows have in common."""
+    """The arguments that all launches for one set of rows share."""
 
     def __init__(self, x_TD: Tensor, w_eFD: Tensor, weight_S: Tensor | None, token_S: Tensor | None, count_e: Tensor):
         self.token_S, self.weight_S = token_S, weight_S
@@ -39,7 +39,7 @@ class _Launcher:
         return tile_of(kernel, self.architecture, self.itemsize, self.num_rows // max(self.num_experts, 1))
 
     def options(self, tile: Tile, depth: int | None = None) -> dict[str, Any]:
-        """The arguments that all products take; `depth` is the length of the summed dim where it is one of a tensor."""
+        """The arguments that all matmul kernels take; `depth` is the length of the reduction dim if it is static."""
         even = {} if depth is None else {"EVEN": depth % tile.depth == 0}
         return even | {
             "EXPERTS": max(triton.next_power_of_2(self.num_experts), 2),
@@ -53,7 +53,7 @@ class _Launcher:
         }
 
     def grid(self, tile: Tile, columns: int) -> tuple[int]:
-        """As many programs as any counts can need: each expert may end with a tile that is not full."""
+        """As many programs as any counts can need: each expert may end in a partial tile."""
         most_tiles = min(triton.cdiv(self.num_rows, tile.rows) + self.num_experts, self.num_rows)
         return (most_tiles * triton.cdiv(columns, tile.columns),)
 
@@ -61,14 +61,14 @@ class _Launcher:
         return like.new_empty(shape)
 
     def partial_sums(self, tile: Tile, columns: int, wanted: bool) -> Tensor | None:
-        """(tiles, S): one sum a row for each tile of columns."""
+        """(tiles, S): one sum per row and tile of columns."""
         if not wanted:
             return None
         device = self.count_e.device
         return torch.empty(triton.cdiv(columns, tile.columns), self.num_rows, device=device, dtype=torch.float32)
 
     def combine(self, rows_SD: Tensor, base_TD: Tensor | None, num_tokens: int) -> Tensor:
-        """(S, D) -> (T, D): the rows of each token, added up in order onto base_TD."""
+        """(S, D) -> (T, D): the rows of each token, added to base_TD in order."""
         assert self.token_S is not None
         out_TD = self.empty(rows_SD, num_tokens, self.width)
         if not out_TD.numel():
@@ -90,7 +90,7 @@ class _Launcher:
         return out_TD
 
     def outer(self, a: Tensor, b: Tensor, like_eOI: Tensor, gather_a: bool, gather_b: bool, weigh_b: bool) -> Tensor:
-        """(S, O) and (S, I) -> (e, O, I), in the dtype of `like_eOI`; either may lie among its tokens."""
+        """(S, O) and (S, I) -> (e, O, I), in the dtype of `like_eOI`; either may be gathered from tokens."""
         out_eOI, tile = torch.empty_like(like_eOI, memory_format=torch.contiguous_format), self.tile("outer")
         e, num_out, num_in = out_eOI.shape
         has_token = self.token_S is not None
@@ -124,7 +124,7 @@ def forward(
     weigh_before: bool,
     keep: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(T, D) -> (T, D), each row's expert output, weighted, added onto base_TD; and with `keep` what backward needs."""
+    """(T, D) -> (T, D), each row's weighted expert output added to base_TD; and with `keep` what backward needs."""
     x_TD = x_TD.contiguous()
     w1, w3, w2 = (w.to(x_TD.dtype).contiguous() for w in (w1_eFD, w3_eFD, w2_eDF))
     launch = _Launcher(x_TD, w1, weight_S, token_S, count_e)
@@ -195,7 +195,7 @@ def backward(
     weigh_before: bool,
     need_weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of x, w1, w3, w2 and weight_S; those of the matrices are empty unless `need_weights`."""
+    """The gradients of x, w1, w3, w2 and weight_S; the matrices' are empty unless `need_weights`."""
     x_TD, grad_TD = x_TD.contiguous(), grad_TD.to(x_TD.dtype).contiguous()
     w1, w3, w2 = (w.to(x_TD.dtype).contiguous() for w in (w1_eFD, w3_eFD, w2_eDF))
     launch = _Launcher(x_TD, w1, weight_S, token_S, count_e)

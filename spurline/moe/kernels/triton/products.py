@@ -1,16 +1,16 @@
 # mypy: disallow-untyped-defs=False
-"""The Triton kernels of SwiGLU experts: products and a sum, without atomics, so that results are always the same.
+"""The Triton kernels of SwiGLU experts: matmuls and a combine, without atomics, so that results are deterministic.
 
-T tokens of width D, S rows sorted by expert, e experts, F hidden width. A program computes one tile. Which expert a
-tile of rows belongs to follows from the row counts, which every program reads by itself: they stay on the device. The
-grid has room for the most tiles that any counts can need, and programs without a tile return at once.
+T tokens of width D, S rows sorted by expert, e experts, F hidden width. A program computes one tile. The expert of a
+tile of rows follows from the row counts, which every program reads by itself: they stay on the device. The grid has
+room for the most tiles that any counts can need, and programs without a tile return immediately.
 
-Rows behind the end of an expert are read from a valid place instead, and not stored. The dim that is summed over is
-masked only where tiles do not divide it (EVEN). Columns are masked: a place that is computed would hide from the
-compiler that neighbors lie side by side.
+Rows past the end of an expert are read from a valid row instead, and not stored. The reduction dim is masked only if
+tiles do not divide it (EVEN). Columns are masked rather than redirected: with computed column indices, the compiler
+could not see that loads are contiguous.
 
-UPCAST is for Triton's interpreter, which gives wrong products of bfloat16, and cuts it off instead of rounding it:
-products are of float32, and results are rounded by their bits.
+UPCAST is for Triton's interpreter, whose bfloat16 matmuls are wrong, and which truncates to bfloat16 instead of
+rounding: operands are converted to float32, and results are rounded by bit operations.
 """
 
 import triton
@@ -19,7 +19,7 @@ import triton.language as tl
 
 @triton.jit
 def _find_rows(count, num_experts, tile, ROWS: tl.constexpr, EXPERTS: tl.constexpr):
-    """The expert of a tile of rows, its first row, and the end of the expert's rows (not above first: no tile)."""
+    """The expert of a tile of rows, its first row, and the end of the expert's rows (no tile if first >= end)."""
     expert_E = tl.arange(0, EXPERTS)
     count_E = tl.load(count + expert_E, mask=expert_E < num_experts, other=0).to(tl.int32)
     tiles_E = (count_E + ROWS - 1) // ROWS
@@ -40,7 +40,7 @@ def _dot(a, b, sum, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def _store(pointers, value, mask, UPCAST: tl.constexpr):
-    """Store as the dtype of the pointers, rounded to nearest even."""
+    """Store in the dtype of the pointers, rounded to nearest even."""
     dtype: tl.constexpr = pointers.dtype.element_ty
     if UPCAST and dtype == tl.bfloat16:
         bits = value.to(tl.uint32, bitcast=True)
@@ -50,7 +50,7 @@ def _store(pointers, value, mask, UPCAST: tl.constexpr):
 
 @triton.jit
 def _load_rows(pointers, k, end, EVEN: tl.constexpr):
-    """(ROWS, DEPTH), zeros where k is behind the end of the summed dim."""
+    """(ROWS, DEPTH), zeros where k is past the end of the reduction dim."""
     if EVEN:
         return tl.load(pointers)
     return tl.load(pointers, mask=(k < end)[None, :], other=0.0)
@@ -58,7 +58,7 @@ def _load_rows(pointers, k, end, EVEN: tl.constexpr):
 
 @triton.jit
 def _load_matrix(pointers, k, end, is_column, EVEN: tl.constexpr):
-    """(DEPTH, COLUMNS), zeros where k is behind the end of the summed dim, or where there is no such column."""
+    """(DEPTH, COLUMNS), zeros where k is past the end of the reduction dim, or the column is out of range."""
     if EVEN:
         return tl.load(pointers, mask=is_column[None, :], other=0.0)
     return tl.load(pointers, mask=(k < end)[:, None] & is_column[None, :], other=0.0)
@@ -90,7 +90,7 @@ def gate_up_kernel(
     UPCAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """hidden (S, F) = silu(x w1^T) * (x w3^T), with rows of x taken from their tokens; both products are kept.
+    """hidden (S, F) = silu(x w1^T) * (x w3^T), with rows of x gathered from their tokens; KEEP stores both matmuls.
 
     A row's weight multiplies its input (BEFORE) or its hidden state (AFTER).
     """
@@ -107,7 +107,7 @@ def gate_up_kernel(
     a = x + source.to(tl.int64)[:, None] * D + k[None, :]
     w1 += expert.to(tl.int64) * F * D
     w3 += expert.to(tl.int64) * F * D
-    place = column[None, :] * D + k[:, None]  # in a matrix, where 32 bits are enough
+    place = column[None, :] * D + k[:, None]  # within a matrix, so 32 bits are enough
     gate = tl.zeros((ROWS, COLUMNS), tl.float32)
     up = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, D, DEPTH):
@@ -160,10 +160,10 @@ def rows_kernel(
     UPCAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """out (S, O) = a1 (S, I) times w1[e] (I, O), plus a2 times w2 if there are TWO.
+    """out (S, O) = a1 (S, I) times w1[e] (I, O), plus a2 times w2 if TWO.
 
-    WEIGH is for the gradient of rows that were weighed: out is multiplied by their weight, and dweight (tiles, S) gets
-    the sums of out * x over the columns of a tile.
+    WEIGH is for the gradient of weighted rows: out is multiplied by their weight, and dweight (tiles, S) gets the sums
+    of out * x over the columns of a tile.
     """
     num_tiles = tl.cdiv(O, COLUMNS)
     number = tl.program_id(0) % num_tiles
@@ -176,7 +176,7 @@ def rows_kernel(
     row_is_real = row < end
     row = tl.where(row_is_real, row, first)
     k = tl.arange(0, DEPTH)
-    place = (row - first)[:, None] * I + k[None, :]  # in a tile or a matrix, where 32 bits are enough
+    place = (row - first)[:, None] * I + k[None, :]  # within a tile or a matrix, so 32 bits are enough
     place_w = column[None, :] * stride_o + k[:, None] * stride_i
     a1 += first.to(tl.int64) * I
     w1 += expert.to(tl.int64) * I * O
@@ -233,10 +233,10 @@ def hidden_gradient_kernel(
     UPCAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The gradient of the hidden state, grad w2, turned into those of both products, dgate and dup.
+    """The gradients dgate and dup of both matmuls, from the gradient of the hidden state, grad w2.
 
-    The activation is computed again: hidden (S, F), weighed, for the gradient of w2, and dweight (tiles, S)
-    with the sums of its gradient times itself over the columns of a tile.
+    The activation is recomputed: hidden (S, F), weighted, is stored for the gradient of w2, and dweight (tiles, S)
+    gets the sums of the hidden state times its gradient over the columns of a tile.
     """
     num_tiles = tl.cdiv(F, COLUMNS)
     number = tl.program_id(0) % num_tiles
@@ -298,7 +298,7 @@ def outer_kernel(
     UPCAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """out (e, O, I) = each expert's a^T b, of (S, O) and (S, I), whose rows may lie among their tokens; else 0."""
+    """out (e, O, I) = each expert's a^T b, of (S, O) and (S, I), which may be gathered from tokens; 0 without rows."""
     row_tiles, column_tiles = tl.cdiv(O, ROWS), tl.cdiv(I, COLUMNS)
     number = tl.program_id(0) % (row_tiles * column_tiles)
     expert = tl.program_id(0) // (row_tiles * column_tiles)
@@ -329,7 +329,7 @@ def outer_kernel(
 
 @triton.jit
 def combine_kernel(rows, row, end, base, out, D, HAS_BASE: tl.constexpr, COLUMNS: tl.constexpr, UPCAST: tl.constexpr):
-    """out (T, D): the rows of each token added up onto base. `row` lists them in order, `end` where a token ends."""
+    """out (T, D): each token's rows, added to base. `row` lists rows by token, `end` is where each token's rows end."""
     num_tiles = tl.cdiv(D, COLUMNS)
     t = (tl.program_id(0) // num_tiles).to(tl.int64)
     column = (tl.program_id(0) % num_tiles) * COLUMNS + tl.arange(0, COLUMNS)

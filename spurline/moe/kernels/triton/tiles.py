@@ -1,8 +1,8 @@
 """Tile sizes of the Triton kernels, by architecture and dtype. Free of torch and of Triton.
 
-A tile has ROWS x COLUMNS results, and DEPTH elements of the summed dim at a time. Sizes are such that no kernel spills
-registers and none takes more shared memory than a device has (`tests/moe/test_triton_compile.py` compiles them all);
-nobody has timed them.
+A tile has ROWS x COLUMNS results, and DEPTH elements of the reduction dim at a time. With these sizes, no kernel spills
+registers or needs more shared memory than a device has (`tests/moe/test_triton_compile.py` compiles them all). They
+have not been timed.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class Tile:
 
 KERNELS = ("gate_up", "rows", "weighed_rows", "hidden_gradient", "outer")
 SHARED_MEMORY = {"sm_80": 163 << 10, "sm_86": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
-"""Bytes of shared memory that one program may take."""
+"""Bytes of shared memory that one program may use."""
 FEW_ROWS = 48
-"""Rows of an expert, on average, up to which tiles have few rows."""
+"""Mean rows per expert up to which tiles have fewer rows."""
 COMBINED_COLUMNS = 1024
-"""Columns of a token that one program adds up."""
+"""Columns of a token that one program sums."""
 
 _HALF = {
     "gate_up": Tile(128, 64, 64, 8, 3),
@@ -55,6 +55,6 @@ def tile_of(kernel: str, architecture: str, itemsize: int, rows_per_expert: int)
     if architecture == "interpreter":
         return _INTERPRETED
     tile = _FLOAT32[kernel] if itemsize == 4 else _TABLE.get(architecture, _TABLE["sm_86"])[kernel]
-    if rows_per_expert > FEW_ROWS or kernel == "outer":  # whose rows are the weights'
+    if rows_per_expert > FEW_ROWS or kernel == "outer":  # whose rows are those of the weight matrix
         return tile
     return Tile(32, min(tile.columns, 32 if kernel == "gate_up" else 64), tile.depth, 4, tile.stages)
