@@ -130,10 +130,10 @@ def current_device(device: torch.device) -> AbstractContextManager[object]:
 def lacks_8_bit_products(device: torch.device, recipe: str) -> str:
     """What a device lacks for torchao's matmuls of this recipe, linear and grouped; empty if nothing."""
     if device.type != "cuda":
-        return f"has no products on {device.type} devices"
+        return f"has no 8-bit matmuls on {device.type} devices"
     if torch.version.hip:
         has_them = recipe == "float8" and architecture(device).startswith(("gfx94", "gfx95"))
-        return "" if has_them else f"has no products on {architecture(device)}"
+        return "" if has_them else f"has no 8-bit matmuls on {architecture(device)}"
     major = torch.cuda.get_device_capability(device)[0]
     allowed = (10,) if recipe == "mxfp8" else (9, 10)
     return "" if major in allowed else f"needs compute capability {' or '.join(f'{number}.x' for number in allowed)}"

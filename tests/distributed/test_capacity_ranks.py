@@ -170,6 +170,6 @@ def run_unlike(rank: int, same_num_tokens: bool) -> str:
 
 def test_ranks_that_disagree_on_the_number_of_tokens_are_told_so(ranks: RankPool) -> None:
     for message in ranks.run(run_unlike, 2, True):
-        assert "layers.1.moe: dispatcher 'capacity' takes it that every rank has the same number of tokens" in message
+        assert "layers.1.moe: dispatcher 'capacity' assumes that every rank has the same number of tokens" in message
     for message in ranks.run(run_unlike, 2, False):
         assert "layers.1.moe: dispatcher 'capacity' has to know how many tokens each rank has" in message

@@ -281,7 +281,7 @@ class AllToAllDispatcher:
 
 
 _FORCED_BALANCE = (
-    "{}: force_load_balance takes it that every rank has the same number of tokens, and they do not (pass"
+    "{}: force_load_balance assumes that every rank has the same number of tokens, but they differ (pass"
     " same_num_tokens=False to parallelize_moe)"
 )
 _said: set[str] = set()

@@ -216,6 +216,6 @@ def restore_capacity_factors(model: nn.Module, factors: object) -> None:
 
 
 _SAME_NUMBER = (
-    "{}: dispatcher 'capacity' takes it that every rank has the same number of tokens, and they do not (pass"
+    "{}: dispatcher 'capacity' assumes that every rank has the same number of tokens, but they differ (pass"
     " same_num_tokens=False to parallelize_moe, and the tokens of each rank to plan)"
 )

@@ -24,11 +24,11 @@ class BmmKernel(Kernel):
                 "needs the same number of rows for every expert, known on the host (as with force_load_balance)",
             )
         if work.device != "cpu":
-            return Verdict(20, "batched products of equal size")
+            return Verdict(20, "batched matmuls of equal size")
         fused = not work.grad and work.cacheable and work.experts == "swiglu" and work.precision == "none"
         if fused and 0 < work.equal_rows <= MOST_FUSED_ROWS:
             return Verdict(40, f"at most {MOST_FUSED_ROWS} equal rows and no gradients: fused weights")
-        return Verdict(6, "batched products of equal size, on copies of the rows")
+        return Verdict(6, "batched matmuls of equal size, on copies of the rows")
 
     @counted("experts.bmm")
     def run(self, experts, rows: Rows) -> Rows:  # type: ignore[no-untyped-def]

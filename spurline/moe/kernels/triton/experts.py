@@ -83,7 +83,7 @@ class TritonKernel(FusedKernel):
             return Verdict(0, f"runs on NVIDIA's and AMD's accelerators, not on {work.device}")
         if has_grouped_mm_kernel(work.device, work.dtype):
             return Verdict(12, "keeps less for the backward pass than grouped_mm, which is one launch here too")
-        return Verdict(18, "one launch a product, rows gathered and weighed inside; counts stay on the device")
+        return Verdict(18, "one launch per matmul, with fused gather and weighting; counts stay on the device")
 
 
 def is_interpreted() -> bool:
