@@ -13,7 +13,7 @@ from PIL import Image
 
 from spurline.tools.report import write_report
 
-WIDTH, HEIGHT, COLORS = 1200, 950, 128
+WIDTH, HEIGHT, COLORS = 1200, 980, 128
 HIDDEN = ".charts figure:not([data-chart=loss]), .samples { display: none } .tools { margin-top: 20px !important }"
 
 

@@ -1,6 +1,6 @@
 """Soak test: runs with injected faults under torchrun with restarts must end like the run without faults.
 
-    python -m spurline.testing.soak faults --faults 100 --seconds 900     # `make soak`
+    python -m spurline.testing.soak faults --faults 100 --seconds 1200    # `make soak`
     python -m spurline.testing.soak runs --runs 200                       # `make soak-runs`
 
 `faults` trains a tiny model on 4 gloo ranks (FSDP2 and EP) once without faults, then repeatedly with random faults, one
