@@ -241,9 +241,10 @@ class _Injector:
             step_unless(failed, optimizer)
             if fault := self._due("optimizer", "bit_flip"):
                 parameters = [p for group in optimizer.param_groups for p in group["params"]]
-                # Vectors first: every token passes through a norm, while an embedding row may never be read.
-                local = sorted((p.to_local() if hasattr(p, "to_local") else p for p in parameters), key=Tensor.dim)
-                weight = next(p for p in local if p.numel())
+                local = [p.to_local() if hasattr(p, "to_local") else p for p in parameters]
+                # The last vector is the final norm's: every token passes through it, while an embedding row may never
+                # be read, and no later norm divides a huge value away, as one behind the query's low-rank matrix does.
+                weight = [p for p in local if p.dim() == 1 and p.numel()][-1]
                 with torch.no_grad():
                     weight.view(torch.int32).view(-1)[:1].bitwise_xor_(1 << fault.bit)
 
