@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -98,6 +99,7 @@ def test_tensorboards_own_reader_finds_what_was_written_and_not_what_was_written
         for step in steps:
             writer.write({"step": step, "loss": 10.0 * step + (resume_from_step or 0)})
         writer.close()
+        time.sleep(1.1)  # files are sorted by the second in their names: a run resumes in a later one
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 10.0), (2, 21.0)]
