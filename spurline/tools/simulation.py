@@ -9,7 +9,7 @@ from spurline.config import RunConfig
 from spurline.hardware import Hardware, hardware_named
 from spurline.parallel.degrees import degree_problems
 from spurline.run_folders import find_run
-from spurline.simulate.routing import RoutingModel, balanced, measured, zipf
+from spurline.simulate.routing import RoutingModel, balanced, zipf
 from spurline.tools.options import RunCommand
 from spurline.tools.parsing import described
 
@@ -60,6 +60,8 @@ def routing_of(command: SimulationCommand[Any]) -> RoutingModel:
     if name == "balanced":
         return balanced()
     if name != "zipf":
+        from spurline.simulate.measured_routing import measured
+
         return measured(str(find_run(command.routing)))
     moe = getattr(command.run_config.model, "moe", None)
     try:

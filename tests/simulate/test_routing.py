@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spurline.simulate.routing import RoutingModel, balanced, counts_of_shares, hottest_first, measured, zipf
+from spurline.simulate.measured_routing import measured
+from spurline.simulate.routing import RoutingModel, balanced, counts_of_shares, hottest_first, zipf
 from spurline.train.metrics.expert_load_file import LARGE
 from spurline.train.metrics.jsonl import JsonlWriter
 
