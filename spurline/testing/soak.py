@@ -4,9 +4,9 @@
     python -m spurline.testing.soak runs --runs 200                       # `make soak-runs`
 
 `faults` trains a tiny model on 4 gloo ranks (FSDP2 and EP) once without faults, then repeatedly with random faults, one
-per attempt. It compares losses, every byte of the last checkpoint and the samples of each step with the first run,
-checks that each fault was reported, and prints a table of fault, point and outcome. `runs` starts complete runs one
-after the other and counts those that abort.
+per attempt, in two jobs at a time. It compares losses, every byte of the last checkpoint and the samples of each step
+with the first run, checks that each fault was reported, and prints a table of fault, point and outcome. `runs` starts
+complete runs one after the other and counts those that abort.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -191,7 +192,8 @@ class Soak:
         return problems
 
 
-def soak_faults(num_faults: int, seconds: float, seed: int, folder: Path, more: list[str]) -> int:
+def soak_faults(num_faults: int, seconds: float, seed: int, folder: Path, jobs: int, more: list[str]) -> int:
+    """Jobs with random faults, `jobs` at a time: ranks that start or wait for a watchdog leave a core idle."""
     started, draw = time.monotonic(), random.Random(seed)
     soak = Soak(folder, more)
     done = soak.run("undisturbed", [])
@@ -199,33 +201,57 @@ def soak_faults(num_faults: int, seconds: float, seed: int, folder: Path, more: 
         print(done.stderr)
         return 1
     expected = soak.result("undisturbed")
-    table: Counter[tuple[str, str, str]] = Counter()
-    total, number, failed = 0, 0, 0
-    while total < num_faults and time.monotonic() - started < seconds:
-        number += 1
-        faults = plan_job(draw, min(12, num_faults - total))
-        name = f"job_{number:03}"
+    plans: list[list[Planned]] = []
+    while (left := num_faults - sum(map(len, plans))) > 0:
+        plans.append(plan_job(draw, min(12, left)))
+
+    def problems_of(number: int) -> list[str] | None:
+        """Run a job and judge it; None if the time is up."""
+        if time.monotonic() - started > seconds:
+            return None
+        name, faults = job_name(number), plans[number]
         try:
-            problems = soak.judge(name, faults, expected, soak.run(name, faults))
+            return soak.judge(name, faults, expected, soak.run(name, faults))
         except subprocess.TimeoutExpired:
-            problems = ["it hangs"]
-        total += len(faults)
-        failed += bool(problems)
-        for fault in faults:
-            words = "finished" if fault.kind == "slow" else "named, restarted, same end"
-            bad = [problem for problem in problems if not problem.startswith(("kill", "stop", "raise", "hang"))]
-            own = [problem for problem in problems if problem.startswith(fault.text)]
-            table[fault.kind, fault.point, "FAILED" if own or bad else words] += 1
-        minutes = (time.monotonic() - started) / 60
-        print(f"{name}: {len(faults)} faults, {total} in all, {minutes:.1f} min", *problems, sep="\n  ", flush=True)
-        if not problems:
-            shutil.rmtree(folder / name)
+            return ["it hangs"]
+
+    table: Counter[tuple[str, str, str]] = Counter()
+    problems_of_job: dict[int, list[str]] = {}
+    total = 0
+    with ThreadPoolExecutor(jobs) as pool:
+        for number, problems in enumerate(pool.map(problems_of, range(len(plans)))):
+            if problems is None:
+                continue
+            problems_of_job[number] = problems
+            total += len(plans[number])
+            table.update(outcomes_of(plans[number], problems))
+            minutes = (time.monotonic() - started) / 60
+            text = f"{job_name(number)}: {len(plans[number])} faults, {total} in all, {minutes:.1f} min"
+            print(text, *problems, sep="\n  ", flush=True)
+            if not problems:
+                shutil.rmtree(folder / job_name(number))
     print("\n| fault | where | outcome | times |\n| --- | --- | --- | --- |")
     for (kind, point, outcome), times in sorted(table.items()):
         print(f"| {kind} | {point} | {outcome} | {times} |")
-    minutes = (time.monotonic() - started) / 60
-    print(f"\n{total} faults in {number} jobs, {failed} failed, seed {seed}, {minutes:.1f} minutes")
+    failed, minutes = sum(map(bool, problems_of_job.values())), (time.monotonic() - started) / 60
+    print(f"\n{total} faults in {len(problems_of_job)} jobs, {failed} failed, seed {seed}, {minutes:.1f} minutes")
     return 1 if failed or not total else 0
+
+
+def job_name(number: int) -> str:
+    return f"job_{number + 1:03}"
+
+
+def outcomes_of(faults: list[Planned], problems: list[str]) -> list[tuple[str, str, str]]:
+    """Kind, point and outcome of each fault; a problem that is not that of one fault is that of all."""
+    texts = [fault.text for fault in faults]
+    shared = [problem for problem in problems if not problem.startswith(tuple(texts))]
+    outcomes = []
+    for fault in faults:
+        failed = shared or any(problem.startswith(fault.text) for problem in problems)
+        good = "finished" if fault.kind == "slow" else "named, restarted, same end"
+        outcomes.append((fault.kind, fault.point, "FAILED" if failed else good))
+    return outcomes
 
 
 def soak_runs(num_runs: int, seconds: float, folder: Path, more: list[str]) -> int:
@@ -259,11 +285,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=900, help="no job is started later")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=2, help="jobs with faults at a time")
     parser.add_argument("--folder", type=Path, default=Path("outputs/soak"), help="is emptied first")
     known, more = parser.parse_known_args(argv)
     if known.what == "runs":
         return soak_runs(known.runs, known.seconds, known.folder, more)
-    return soak_faults(known.faults, known.seconds, known.seed, known.folder, more)
+    return soak_faults(known.faults, known.seconds, known.seed, known.folder, known.jobs, more)
 
 
 if __name__ == "__main__":
