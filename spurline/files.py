@@ -80,6 +80,14 @@ def sync(path: str | os.PathLike[str]) -> None:
         os.close(descriptor)
 
 
+def remove_path(path: str | os.PathLike[str]) -> None:
+    """Remove a folder with all that is in it, or a file; of a link only the link, not what it points to."""
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path)
+    else:
+        os.unlink(path)
+
+
 def temporary_name(path: str | os.PathLike[str]) -> Path:
     """A hidden name next to `path` that no other process uses."""
     path = Path(path)

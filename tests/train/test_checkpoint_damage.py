@@ -110,6 +110,30 @@ def test_no_checkpoint_at_all_is_a_new_run(tmp_path):
     assert CheckpointManager(tmp_path, 1, 0).load_newest(*make(0.0)) is None
 
 
+def test_a_folder_that_can_not_be_read_is_not_one_without_checkpoints(tmp_path, checkpoints, monkeypatch):
+    def stale(path):
+        raise OSError(errno.ESTALE, "Stale file handle", str(path))
+
+    monkeypatch.setattr("spurline.train.checkpoint.folder.os.listdir", stale)
+    with pytest.raises(ValueError, match=r"/checkpoints: Stale file handle"):
+        checkpoints.load_newest(*make(0.0))
+
+
+def test_a_link_in_place_of_a_checkpoint_is_read_and_removed_without_what_it_points_to(tmp_path, checkpoints):
+    other = CheckpointManager(tmp_path / "other", 1, keep_latest_k=1)
+    other.folder.mkdir(parents=True)
+    (other.folder / "step-00000002").symlink_to(checkpoints.folder / "step-00000002")
+    assert other.load_newest(*make(0.0)) == (2, {"step": 2})
+    other.save(3, *make(3.0), {})
+    assert [path.name for path in other.folder.iterdir()] == ["step-00000003"]
+    (other.folder / ".step-00000002.removed.tmp").symlink_to(checkpoints.folder)  # left by a killed run
+    (other.folder / "step-00000004").symlink_to("gone")
+    other.save(4, *make(4.0), {})
+    assert [path.name for path in other.folder.iterdir()] == ["step-00000004"]
+    assert other.load_newest(*make(0.0))[0] == 4
+    assert checkpoints.load_newest(*make(0.0)) == (2, {"step": 2})
+
+
 def fail_after(monkeypatch, num_writes):
     write, count = ChecksummedStream.write, iter(range(10_000))
 

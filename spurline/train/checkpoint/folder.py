@@ -22,12 +22,13 @@ import shutil
 from pathlib import Path
 
 from spurline.data.prepared_index import StoredFile, content_problem
-from spurline.files import publish
+from spurline.files import publish, remove_path
 from spurline.remote import RemotePath, is_remote
 from spurline.train.checkpoint.record import RECORD, CheckpointRecord, read_record, write_record
-from spurline.untrusted import read_json
+from spurline.untrusted import read_json, reason
 
 _CHUNK_BYTES = 2**24
+_STEP_NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,17})")
 
 
 class CheckpointFolder:
@@ -50,11 +51,11 @@ class CheckpointFolder:
         """The steps of all folders named like a checkpoint, intact or not, ascending."""
         try:
             names = self.path.names() if isinstance(self.path, RemotePath) else os.listdir(self.path)
-        except OSError as error:
-            if isinstance(self.path, RemotePath):
-                raise ValueError(f"{self.path}: {error.strerror}") from None
+        except (FileNotFoundError, NotADirectoryError):
             names = []
-        return sorted(int(name.removeprefix("step-")) for name in names if re.fullmatch(r"step-[0-9]{8,18}", name))
+        except OSError as error:  # not the same as having no checkpoints: a run would start over
+            raise ValueError(f"{self.path}: {reason(error)}") from None
+        return sorted(int(name.removeprefix("step-")) for name in names if _STEP_NAME.fullmatch(name))
 
     def steps(self) -> list[int]:
         """The steps of the complete checkpoints, ascending."""
@@ -137,10 +138,11 @@ class CheckpointFolder:
         write_record(temporary, record, self._sign_key)
         if not isinstance(temporary, Path) or not isinstance(path, Path):
             return
-        if path.exists():
+        if os.path.lexists(path):
             path.rename(self._aside(record.step))
         publish(temporary, path)
-        shutil.rmtree(self._aside(record.step), ignore_errors=True)
+        with contextlib.suppress(OSError):
+            remove_path(self._aside(record.step))
 
     def remove(self, step: int) -> None:
         """Remove a checkpoint, renamed first so that a kill during the removal leaves nothing that looks complete."""
@@ -152,10 +154,10 @@ class CheckpointFolder:
             path.remove_tree()
             return
         removed = self.path / f".step-{step:08d}.removed.tmp"
-        if removed.exists():
-            shutil.rmtree(removed)
+        if os.path.lexists(removed):
+            remove_path(removed)
         path.rename(removed)
-        shutil.rmtree(removed)
+        remove_path(removed)
 
     def clean(self) -> None:
         """Remove what a killed run left behind; must not be called while another process writes."""
@@ -169,7 +171,7 @@ class CheckpointFolder:
             if not path.exists():
                 aside.rename(path)
         for path in self.path.glob(".step-*.tmp"):
-            shutil.rmtree(path)
+            remove_path(path)
 
     def _aside(self, step: int) -> Path:
         assert isinstance(self.path, Path)
