@@ -145,6 +145,34 @@ def test_a_key_whose_hash_would_overflow_the_stack_is_refused():
         read_pickle(deep, {})
 
 
+def repeated():
+    """A tensor of stride 0: 8 GB of one number."""
+    return torch.zeros(1).expand(2**31)
+
+
+def shared():
+    """200 tensors of the same 40 KB."""
+    storage = torch.zeros(10_000)
+    return [storage.view(-1) for _ in range(200)]
+
+
+@pytest.mark.parametrize("craft", [repeated, shared])
+def test_a_pickle_can_not_multiply_its_data(tmp_path, craft):
+    version1.save(tmp_path, 1, *trained(), {}, lambda state: {**state, "random.0": ({"torch": craft()},)})
+    with pytest.raises(ValueError, match="larger than their data"):
+        CheckpointManager(tmp_path, 1, 0).restore_random(1, seed=0)
+
+
+def test_a_list_that_a_pickle_shares_with_itself_is_refused(tmp_path):
+    """Written out, it would have 2**64 entries."""
+    shared = [1]
+    for _ in range(64):
+        shared = [shared, shared]
+    version1.save(tmp_path, 1, *trained(), {}, lambda state: {**state, "extra": ({"run": {"a": shared}},)})
+    with pytest.raises(ValueError, match="its extra is not a dict of numbers"):
+        CheckpointManager(tmp_path, 1, 0).load_newest(*make())
+
+
 # Files that point elsewhere.
 
 

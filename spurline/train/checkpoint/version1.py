@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import io
+import math
 import zipfile
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -169,9 +170,13 @@ def read_tensor(folder: Path | RemotePath, place: Place, dtype: torch.dtype, sha
 
 
 def read_extra(folder: Path | RemotePath, layout: Layout) -> dict[str, Any]:
+    """Numbers and text only: a pickle can nest a list in itself, or share it so often that printing it never ends."""
     extra = _read_object(folder, layout, "extra")
-    if type(extra) is not dict:
-        raise ValueError(f"'{folder}' is damaged: its extra is not a dict")
+    if type(extra) is not dict or not all(
+        type(name) is str and (value is None or isinstance(value, bool | int | float | str))
+        for name, value in extra.items()
+    ):
+        raise ValueError(f"'{folder}' is damaged: its extra is not a dict of numbers")
     return extra
 
 
@@ -209,16 +214,11 @@ def _read_saved(folder: Path | RemotePath, place: Place, names: Mapping[str, Mak
             # torch.save compresses nothing: without compression, nothing is larger than the file.
             if any(member.compress_type != zipfile.ZIP_STORED for member in members.values()):
                 raise ValueError("it has compressed parts")
-
-            def storage(pid: Any) -> tuple[bytes, torch.dtype]:
-                match pid:
-                    case ("storage", torch.dtype() as dtype, str(key), _, _) if f"data/{key}" in members:
-                        return archive.read(members[f"data/{key}"]), dtype
-                raise ValueError("it refers to data that it does not have")
-
             if "data.pkl" not in members:
                 raise ValueError("it has no data.pkl")
-            return read_pickle(archive.read(members["data.pkl"]), _TENSOR_NAMES | dict(names), storage)
+            tensors = _Tensors(archive, members, len(content))
+            known = {**_TENSOR_NAMES, **names, "torch._utils._rebuild_tensor_v2": tensors.rebuild}
+            return read_pickle(archive.read(members["data.pkl"]), known, tensors.storage)
     except OSError as error:
         raise ValueError(f"can't read '{path}': {reason(error)}") from None
     except (zipfile.BadZipFile, EOFError, RuntimeError, NotImplementedError) as error:
@@ -227,20 +227,41 @@ def _read_saved(folder: Path | RemotePath, place: Place, names: Mapping[str, Mak
         raise ValueError(f"'{path}' is damaged: {error}") from None
 
 
-def _rebuild_tensor(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> Tensor:
-    data, dtype = storage
-    size, stride = _size(size), _size(stride)
-    if len(data) % dtype.itemsize or type(offset) is not int:
-        raise ValueError("it has a tensor that is not valid")
-    flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
-    try:
-        return flat.as_strided(size, stride, offset).contiguous() if flat.numel() else flat.view(size)
-    except RuntimeError:  # outside of its data
-        raise ValueError("it has a tensor that is larger than its data") from None
+class _Tensors:
+    """The tensors of one zip file. A pickle may refer to the same bytes any number of times: they are counted."""
+
+    def __init__(self, archive: zipfile.ZipFile, members: Mapping[str, zipfile.ZipInfo], num_bytes: int) -> None:
+        self._archive, self._members = archive, members
+        self._left = 2 * num_bytes
+        """Bytes that may still be read or copied: each part of the file once, as a storage and as a tensor."""
+
+    def storage(self, pid: Any) -> tuple[bytes, torch.dtype]:
+        match pid:
+            case ("storage", torch.dtype() as dtype, str(key), _, _) if f"data/{key}" in self._members:
+                self._count(self._members[f"data/{key}"].file_size)
+                return self._archive.read(self._members[f"data/{key}"]), dtype
+        raise ValueError("it refers to data that it does not have")
+
+    def rebuild(self, storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> Tensor:
+        data, dtype = storage
+        size, stride = _size(size), _size(stride)
+        if len(data) % dtype.itemsize or type(offset) is not int:
+            raise ValueError("it has a tensor that is not valid")
+        # A stride of 0 repeats elements.
+        self._count(max(len(data), math.prod(size) * dtype.itemsize))
+        flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+        try:
+            return flat.as_strided(size, stride, offset).contiguous() if flat.numel() else flat.view(size)
+        except RuntimeError:  # outside of its data
+            raise ValueError("it has a tensor that is larger than its data") from None
+
+    def _count(self, num_bytes: int) -> None:
+        self._left -= num_bytes
+        if self._left < 0:
+            raise ValueError("it has tensors that are larger than their data")
 
 
 _TENSOR_NAMES: dict[str, Maker] = {
-    "torch._utils._rebuild_tensor_v2": _rebuild_tensor,
     "collections.OrderedDict": lambda *arguments: OrderedDict(),
     **{f"torch.{name}": dtype for name, dtype in _STORAGES.items()},
 }
