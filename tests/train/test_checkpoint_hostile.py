@@ -211,6 +211,20 @@ def set_chunk(place, value):
     return change
 
 
+def leave_a_hole(tensors):
+    """As many elements as the tensor has, in two boxes that overlap."""
+    entry = tensors["model.0.weight"]
+    file = entry["chunks"][0][2]
+    entry["chunks"] = [[[0, 0], [3, 3], file, 0], [[1, 0], [1, 3], file, 0]]
+
+
+def overlap_in_two_dims(tensors):
+    entry = tensors["model.0.weight"]
+    file = entry["chunks"][0][2]
+    boxes = [([0, 0], [2, 2]), ([1, 1], [2, 2]), ([3, 0], [1, 3]), ([0, 2], [1, 1])]
+    entry["chunks"] = [[*box, file, 0] for box in boxes]
+
+
 def set_shape(tensors):
     tensors["optimizer.exp_avg.0.weight"]["shape"] = [2**40, 2**20]
 
@@ -228,6 +242,11 @@ def set_shape(tensors):
         (set_shape, "do not fill it"),
         (lambda tensors: tensors["model.0.weight"].update(dtype="object"), "is not valid"),
         (lambda tensors: tensors["model.0.weight"].update(chunks=[]), "do not fill it"),
+        (leave_a_hole, "do not fill it"),
+        (lambda tensors: tensors.update({"optimizer.step.0.weight": tensors["model.0.bias"]}), "with the shape"),
+        (overlap_in_two_dims, "do not fill it"),
+        (lambda tensors: tensors.update({"model.\ud800": tensors["model.0.bias"]}), "has invisible characters"),
+        (lambda tensors: tensors.update({"model.\x1b[2J": tensors["model.0.bias"]}), "has invisible characters"),
     ],
 )
 def test_metadata_stays_inside_of_its_files(tmp_path, change, told):
@@ -236,6 +255,18 @@ def test_metadata_stays_inside_of_its_files(tmp_path, change, told):
     with pytest.raises(ValueError, match=told) as refused:
         CheckpointManager(tmp_path, 1, 0).load_newest(*make())
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("entry", [{"dtype": "float32", "shape": []}, {"shape": [0, 2**61, 2**61], "chunks": []}])
+def test_a_random_state_that_is_not_bytes_is_one_line(tmp_path, entry):
+    def change(tensors):
+        file = tensors["random.0"]["chunks"][0][2]
+        tensors["random.0"] |= {"chunks": [[[], [], file, 0]]} | entry
+
+    CheckpointManager(tmp_path, 1, 0).save(1, *trained(), {})
+    rewrite(tmp_path / "checkpoints" / "step-00000001", change)
+    with pytest.raises(ValueError, match=r"has no random\.0 of bytes"):
+        CheckpointManager(tmp_path, 1, 0).restore_random(1, seed=0)
 
 
 def test_a_renamed_folder_is_not_taken_for_another_step(tmp_path):

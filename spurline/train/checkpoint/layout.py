@@ -7,8 +7,10 @@ A chunk is a box of the tensor at OFFSETS: the little-endian bytes of its elemen
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +22,7 @@ from spurline.remote import RemotePath
 from spurline.untrusted import read_json, reason
 
 METADATA = "metadata.json"
-MAX_DIMS = 16
+MAX_DIMS, MAX_SHARDED_DIMS = 16, 6
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -127,8 +129,10 @@ def _sizes(name: str, values: list[Any]) -> tuple[int, ...]:
 
 
 def check_layout(layout: Layout, file_sizes: Mapping[str, int]) -> None:
-    """Raise a ValueError unless chunks fill their tensor and lie in it, and all bytes lie in the recorded files."""
+    """Raise a ValueError unless chunks tile their tensor, and all bytes lie in the recorded files."""
     for name, tensor in layout.tensors.items():
+        if not name.isprintable():  # names are printed
+            raise ValueError(f"the name of tensor {name[:100]!r} has invisible characters")
         for chunk in tensor.chunks:
             if not len(tensor.shape) == len(chunk.offsets) == len(chunk.shape) or any(
                 offset + size > whole
@@ -136,12 +140,33 @@ def check_layout(layout: Layout, file_sizes: Mapping[str, int]) -> None:
             ):
                 raise ValueError(f"a chunk of tensor {name!r} is not inside of it")
             _check_place(name, chunk.place, file_sizes)
-        sizes = [(chunk.offsets, math.prod(chunk.shape)) for chunk in tensor.chunks if math.prod(chunk.shape)]
-        fills = sum(size for _, size in sizes) == math.prod(tensor.shape)
-        if not fills or len({offsets for offsets, _ in sizes}) < len(sizes):
+        if not _fill(tensor):
             raise ValueError(f"the chunks of tensor {name!r} do not fill it")
     for name, place in layout.objects.items():
         _check_place(name, place, file_sizes)
+
+
+def _fill(tensor: TensorLayout) -> bool:
+    """Whether each element of the tensor is in one chunk, and in no other.
+
+    The corners of a box, with signs that alternate along each edge, are the mixed differences of its indicator
+    function. So boxes tile the tensor exactly if their signed corners add up to those of the tensor.
+    """
+    whole = Chunk((0,) * len(tensor.shape), tensor.shape, Place("", 0, 0))
+    boxes = [chunk for chunk in tensor.chunks if 0 not in chunk.shape]
+    if 0 in tensor.shape:
+        return not boxes
+    dims = [dim for dim, size in enumerate(tensor.shape) if any(box.shape[dim] != size for box in boxes)]
+    return len(dims) <= MAX_SHARDED_DIMS and _signed_corners(boxes, dims) == _signed_corners([whole], dims)
+
+
+def _signed_corners(boxes: list[Chunk], dims: list[int]) -> dict[tuple[int, ...], int]:
+    total: Counter[tuple[int, ...]] = Counter()
+    for box in boxes:
+        for ends in itertools.product((0, 1), repeat=len(dims)):
+            corner = (box.offsets[dim] + end * box.shape[dim] for dim, end in zip(dims, ends, strict=True))
+            total[tuple(corner)] += (-1) ** sum(ends)
+    return {corner: sign for corner, sign in total.items() if sign}
 
 
 def _check_place(name: str, place: Place, file_sizes: Mapping[str, int]) -> None:

@@ -43,9 +43,16 @@ class StoredCheckpoint:
         if self.record.version == 1:
             return version1.read_random_state(self.folder, self.layout, rank)
         name = f"random.{rank}"
-        if name not in self.layout.tensors:
-            raise ValueError(f"'{self.folder}' is damaged: it has no {name}")
-        return bytes(self.read_tensor(name).view(torch.uint8).numpy())
+        entry = self.layout.tensors.get(name)
+        if entry is None or entry.dtype != torch.uint8 or len(entry.shape) != 1:
+            raise ValueError(f"'{self.folder}' is damaged: it has no {name} of bytes")
+        return bytes(self.read_tensor(name).numpy())
+
+    def check_plain_data(self) -> None:
+        """Raise a ValueError if `extra` or a random state can't be read."""
+        assert isinstance(self.extra, dict)
+        for rank in range(self.record.num_ranks):
+            self.random_state(rank)
 
     def read_tensor(self, name: str) -> Tensor:
         """One full tensor, however it was sharded."""

@@ -46,11 +46,13 @@ def empty_optimizer_tensors(
                 continue
             if of not in parameters:
                 raise ValueError(f"the checkpoint has optimizer state {key!r} of {of!r}, which the model does not have")
-            # Moments have the shape and sharding of their parameter; the step count has its own shape.
+            # Moments have the shape and sharding of their parameter; the step count is one number.
             if entry.shape == tuple(parameters[of].shape):
                 empty[name] = torch.empty_like(parameters[of], dtype=entry.dtype, requires_grad=False)
-            else:
+            elif entry.shape in ((), (1,)):
                 empty[name] = torch.empty(entry.shape, dtype=entry.dtype)
+            else:
+                raise ValueError(f"the checkpoint has optimizer state {key!r} of {of!r} with the shape {entry.shape}")
     return empty
 
 
