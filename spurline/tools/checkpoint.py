@@ -129,6 +129,7 @@ def _tensor_problems(folder: CheckpointFolder, step: int) -> list[str]:
     try:
         checkpoint = StoredCheckpoint(folder.at(step), folder.record(step))
         names = dict.fromkeys(name for name, tensor in checkpoint.chunks() if not is_finite(tensor))
+        checkpoint.check_plain_data()
     except ValueError as error:
         return [str(error)]
     return [f"{name} is not finite: the run had diverged" for name in names]

@@ -115,6 +115,23 @@ def test_nothing_of_a_hostile_checkpoint_runs_in_any_command(spurline, tmp_path)
         assert not marker.exists(), command
 
 
+def test_what_no_run_could_resume_from_is_not_called_intact(spurline, tmp_path):
+    class Payload:
+        def __reduce__(self):
+            return Path.mkdir, (tmp_path / "it ran",)
+
+    model = nn.Linear(3, 2)
+    for step, name in enumerate(("extra", "random.0"), 1):
+        optimizer = torch.optim.AdamW(model.parameters())
+        version1.save(
+            tmp_path / "run", step, model, optimizer, {}, lambda state, name=name: {**state, name: (Payload(),)}
+        )
+    code, out, err = spurline("checkpoint", "verify", "run")
+    assert (code, err) == (1, "")
+    assert out.count("which is not allowed in a checkpoint: nothing was run") == 2
+    assert not (tmp_path / "it ran").exists()
+
+
 def test_values_that_are_not_finite_are_found_by_verify(spurline, tmp_path):
     model = nn.Linear(3, 2)
     model.weight.data[1, 2] = float("inf")
