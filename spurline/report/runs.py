@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from spurline.run_folders import is_run, numbered_runs
-from spurline.train.folder_lock import FolderLock
+from spurline.train.folder_lock import is_owned
 from spurline.train.run_state import STATE_FILE
 from spurline.untrusted import lines, open_regular, parse_json, read_json
 
@@ -78,7 +78,7 @@ def status_of(run: Path) -> RunStatus:
 
 
 def _state(run: Path, step: int, steps: int | None, has_metrics: bool) -> tuple[str, str]:
-    if FolderLock(run).owned_by():
+    if is_owned(run):
         return "running", ""
     stored = read_object(run / STATE_FILE)
     if stored.get("state") in ("finished", "stopped", "failed"):

@@ -24,6 +24,7 @@ from spurline.untrusted import open_regular
 BEAT_SECONDS = 20.0
 STALE_SECONDS = 180.0
 """Nine beats: cluster file systems may show a new modification time up to a minute late."""
+_MAX_BYTES = 10_000
 
 
 class FolderLock:
@@ -31,18 +32,20 @@ class FolderLock:
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.path = Path(folder) / "run.lock"
-        self._owner = {**asdict(Process.own()), "run_id": os.environ.get("TORCHELASTIC_RUN_ID", ""), "since": _now()}
+        self._remove = f"Remove {self.path} if no job uses this folder"
+        self._process = Process.own()
+        self._owner = {**asdict(self._process), "run_id": os.environ.get("TORCHELASTIC_RUN_ID", ""), "since": _now()}
         self._is_owned = False
         self._next_beat = 0.0
 
     def take(self) -> None:
         """Become the owner; a FolderInUseError of one line if another process is."""
         while not self._is_owned:
-            with open(self.path, "a+", encoding="utf-8") as file, _alone(file):
+            with open(self.path, "a+", encoding="utf-8", errors="replace") as file, _alone(file):
                 if not _is_at(file, self.path):
                     continue  # the owner has removed it in the meantime
                 file.seek(0)
-                if problem := self._why_owned(file.read(10_000)):
+                if problem := self._why_owned(file.read(_MAX_BYTES)):
                     raise FolderInUseError(problem)
                 file.seek(0)
                 file.truncate()
@@ -52,24 +55,34 @@ class FolderLock:
                 self._is_owned = True
 
     def owned_by(self) -> str:
-        """Why the folder can't be taken, in one line; empty if it can."""
+        """Why the folder can't be taken, in one line; empty if it can. An OSError if the lock can't be read."""
         try:
-            return self._why_owned(self.path.read_text(encoding="utf-8", errors="replace")[:10_000])
-        except OSError:
+            return self._why_owned(_read(self.path))
+        except (FileNotFoundError, NotADirectoryError):
             return ""
 
     def beat(self) -> None:
-        """Show that the owner is alive; cheap enough to be called often. Disk errors do not end the run."""
+        """Show that the owner is alive; cheap enough to be called often. Disk errors do not end the run.
+
+        A FolderInUseError if this process was silent for so long, as in a machine that was suspended, that another one
+        has taken the folder over.
+        """
         if self._is_owned and time.monotonic() >= self._next_beat:
             self._next_beat = time.monotonic() + BEAT_SECONDS
             with contextlib.suppress(OSError):
+                owner, since = _parse(_read(self.path))
+                if owner is not None and owner != self._process:
+                    raise FolderInUseError(
+                        f"{self.path.parent} was taken over by process {owner.pid} on {owner.machine} (since {since}),"
+                        f" because this one had been silent for more than {STALE_SECONDS:.0f} seconds"
+                    )
                 os.utime(self.path)
 
     def release(self) -> None:
         if self._is_owned:
             self._is_owned = False
             with contextlib.suppress(OSError, ValueError):
-                if json.loads(self.path.read_text(encoding="utf-8")) == self._owner:
+                if json.loads(_read(self.path)) == self._owner:
                     self.path.unlink()
 
     def _why_owned(self, content: str) -> str:
@@ -78,7 +91,7 @@ class FolderLock:
             return ""
         owner, since = _parse(content)
         if owner is None:
-            return f"{self.path} is damaged: remove it if no job uses this folder"
+            return f"{self.path} is damaged. {self._remove}"
         who = f"process {owner.pid} on {owner.machine} (since {since})"
         another = "Use another --job.dump_folder, or end that job first"
         if owner.is_local:
@@ -86,8 +99,10 @@ class FolderLock:
         silent = self._seconds_silent()
         if silent > STALE_SECONDS:
             return ""
+        if silent < -STALE_SECONDS:
+            return f"{self.path.parent} belongs to {who}, last seen in the future: a clock was set back. {self._remove}"
         return (
-            f"{self.path.parent} belongs to {who}, which was seen {silent:.0f} seconds ago. {another};"
+            f"{self.path.parent} belongs to {who}, which was seen {max(0, silent):.0f} seconds ago. {another};"
             f" a job that has died is given up after {STALE_SECONDS:.0f} seconds"
         )
 
@@ -105,8 +120,7 @@ def is_owned(folder: str | os.PathLike[str]) -> bool:
     """Whether a run is active in a folder, as far as a reader can tell; writes nothing."""
     path = Path(folder) / "run.lock"
     try:
-        with open_regular(path) as file:
-            owner, _ = _parse(file.read(10_000).decode("utf-8", "replace"))
+        owner, _ = _parse(_read(path))
         if owner is None:
             return False
         return bool(owner.state()) if owner.is_local else time.time() - path.stat().st_mtime <= STALE_SECONDS
@@ -114,13 +128,20 @@ def is_owned(folder: str | os.PathLike[str]) -> bool:
         return False
 
 
+def _read(path: Path) -> str:
+    """The text in a lock; an OSError if there is none, or if it is not a regular file."""
+    with open_regular(path) as file:
+        return file.read(_MAX_BYTES).decode("utf-8", "replace")
+
+
 def _parse(content: str) -> tuple[Process | None, str]:
     try:
         entry: dict[str, Any] = json.loads(content)
         owner = Process(str(entry["host"]), int(entry["pid"]), str(entry["started"]))
-        return owner, str(entry["since"])[:40]
-    except (ValueError, KeyError, TypeError, RecursionError):
+        since = str(entry["since"])[:40]
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None, ""
+    return (owner, since) if f"{owner.host}{since}".isprintable() else (None, "")
 
 
 def _now() -> str:

@@ -28,6 +28,7 @@ from spurline.train.exit_codes import FolderInUseError
 from spurline.train.folder_lock import FolderLock
 from spurline.train.launcher import restart_count
 from spurline.train.metrics.jsonl import last_step
+from spurline.untrusted import open_regular
 
 SECONDS_TO_SEE = 6.0
 """How long a rank looks for a file that the first one has written: network file systems may show it late."""
@@ -118,8 +119,8 @@ def _folder_of_job(job: Job, launched_as: str) -> Path | None:
         return None
     named = [Path(job.dump_folder)] if job.dump_folder else []
     for folder in (*named, *reversed(numbered_runs(job.runs_folder))):
-        with contextlib.suppress(OSError):
-            if (folder / _JOB_FILE).read_text(encoding="utf-8", errors="replace") == launched_as:
+        with contextlib.suppress(OSError), open_regular(folder / _JOB_FILE) as file:
+            if file.read(1000) == launched_as.encode():
                 return folder
     return None
 

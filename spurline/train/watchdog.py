@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from spurline.parallel.rendezvous import name_ranks
-from spurline.train.exit_codes import ExitCode
+from spurline.train.exit_codes import ExitCode, FolderInUseError
 from spurline.train.launcher import record_error, restart_count
 from spurline.train.processes import Process
 from spurline.train.side_channel import Beat, SideChannel
@@ -53,7 +53,7 @@ class Watchdog:
         self.phase_of_step: Callable[[], str] = str
         """Returns the current phase of the step."""
         self.on_beat: Callable[[], None] = lambda: None
-        """Called with each heartbeat."""
+        """Called with each heartbeat; a FolderInUseError ends the run."""
         self.say: Callable[[str], None] = lambda line: None
         self._log_folder, self._seconds, self._channel = log_folder, seconds, channel
         self._watched = threading.get_ident()
@@ -120,7 +120,10 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._stopping.wait(self.period):
-            self.on_beat()
+            try:
+                self.on_beat()
+            except FolderInUseError as error:
+                self._leave(str(error))
             step, phase, since = self._marked
             seconds = time.monotonic() - since
             if self._channel is None:
@@ -192,6 +195,17 @@ class Watchdog:
         waiting = [beat.rank for beat in beats.values() if beat.rank != late.rank and beat.collective]
         others = f"; {name_ranks(waiting)} wait{'s' * (len(waiting) == 1)} for it" if waiting else ""
         return f"{what}. Last seen: {late}{others}. Stacks of all ranks: {self._log_folder}", silent
+
+    def _leave(self, line: str) -> NoReturn:
+        """End the run on all ranks without another word in its folder, which another job owns."""
+        if self._channel is not None:
+            with contextlib.suppress(Exception):
+                self._channel.log_folder = None
+                self._channel.tell_first_error(line, self._channel.rank)
+        record_error(line)
+        with contextlib.suppress(Exception):
+            print(f"spurline train: {line}", file=sys.stderr, flush=True)
+        os._exit(ExitCode.FOLDER_IN_USE)
 
     def _end(self, line: str, silent: list[int]) -> NoReturn:
         """Write the stacks, end ranks that can't end themselves, and end this process."""

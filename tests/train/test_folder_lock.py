@@ -84,7 +84,16 @@ def test_heartbeat_is_the_modification_time(tmp_path):
     assert (tmp_path / "run.lock").stat().st_mtime > 1e9
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"pid": "x"}', "[" * 5000])
+OWNER = '{"host": %s, "pid": %s, "started": "1", "since": "now"}'
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("{", "[]", '{"pid": "x"}', "[" * 5000, OWNER % ('"a"', "Infinity"), OWNER % ('"a"', "9" * 5000)),
+        OWNER % ('"\\u001b[2J"', "1"),
+    ],
+)
 def test_damaged_lock_is_one_line(tmp_path, content):
     (tmp_path / "run.lock").write_text(content)
     with pytest.raises(FolderInUseError, match=r"run\.lock is damaged"):
@@ -97,6 +106,30 @@ def test_lock_that_somebody_else_has_taken_over_is_not_removed(tmp_path, other):
     write_owner(tmp_path, other)
     lock.release()
     assert json.loads((tmp_path / "run.lock").read_text())["pid"] == other.pid
+
+
+def test_lock_that_is_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "run.lock")
+    with pytest.raises(OSError, match="not a regular file"):
+        FolderLock(tmp_path).owned_by()
+
+
+def test_lock_of_the_future_is_not_given_up_after_a_while(tmp_path, other):
+    write_owner(tmp_path, replace(other, host="elsewhere/1"), -3600)
+    with pytest.raises(FolderInUseError, match=r"last seen in the future: .* Remove .*run\.lock if no job uses"):
+        FolderLock(tmp_path).take()
+
+
+def test_owner_that_was_silent_for_too_long_learns_that_it_is_not_the_owner_any_more(tmp_path, other):
+    lock = FolderLock(tmp_path)
+    lock.take()
+    lock.beat()
+    write_owner(tmp_path, other, seconds_ago=9)
+    before = (tmp_path / "run.lock").stat().st_mtime
+    lock._next_beat = 0.0
+    with pytest.raises(FolderInUseError, match=f"was taken over by process {other.pid} on "):
+        lock.beat()
+    assert (tmp_path / "run.lock").stat().st_mtime == before
 
 
 def take_it(folder: str, barrier, winners) -> None:

@@ -179,3 +179,25 @@ def test_step_that_hangs_ends_the_process_with_its_stack_in_the_run_folder(tmp_p
     assert done.stderr.startswith("spurline train: step 2: step has taken ")
     assert done.stderr.count("\n") == 1
     assert "in read_data" in Path(tmp_path, "logs", "stacks_attempt_0_rank_0.txt").read_text()
+
+
+TAKEN_OVER = """
+import json, sys, time
+from pathlib import Path
+from spurline.train.folder_lock import FolderLock
+from spurline.train.watchdog import Watchdog
+lock, watchdog = FolderLock(sys.argv[1]), Watchdog(Path(sys.argv[1]) / "logs", seconds=600)
+lock.take()
+lock.path.write_text(json.dumps({"host": "elsewhere/1", "pid": 7, "started": "1", "since": "today"}))
+watchdog.on_beat = lock.beat
+watchdog.start()
+time.sleep(600)
+"""
+
+
+def test_run_whose_folder_was_taken_over_ends_and_leaves_the_folder_alone(tmp_path):
+    command = [sys.executable, "-c", TAKEN_OVER, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == ExitCode.FOLDER_IN_USE
+    assert done.stderr.startswith(f"spurline train: {tmp_path} was taken over by process 7 on elsewhere (since today)")
+    assert [path.name for path in tmp_path.iterdir()] == ["run.lock"]
