@@ -54,6 +54,10 @@ def run_subcommand(prog: str, subcommands: dict[str, Subcommand], argv: list[str
         if not raised_by_us(error):
             raise
         return complain(prog, [with_own_options(str(error))])
+    except BrokenPipeError:  # of the reader of our output
+        raise
+    except OSError as error:
+        return complain(prog, [f"{error.filename or arguments[0]}: {error.strerror or error}"])
     except KeyboardInterrupt:
         print(f"{prog}: interrupted", file=sys.stderr)
         return 130
