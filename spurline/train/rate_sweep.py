@@ -17,6 +17,7 @@ from spurline.models.common.init import initialize_buffers, initialize_parameter
 from spurline.parallel.world import World
 from spurline.train.base_model import load_base
 from spurline.train.checkpoint.manager import CheckpointManager
+from spurline.train.checkpoint.signature import read_key
 from spurline.train.initial_load import has_own_checkpoint
 from spurline.train.initial_weights import load_initial_weights
 from spurline.train.optimizer.build import build_optimizer
@@ -77,7 +78,14 @@ def sweep(
     itself would start from: the newest checkpoint in its folder, a folder or base model that it names, or random ones.
     """
     trainer = make_trainer(config, world, draw_weights=False)
-    checkpoints = CheckpointManager(config.job.dump_folder, interval=1, keep_latest_k=0, say=say)
+    checkpoints = CheckpointManager(
+        config.job.dump_folder,
+        interval=1,
+        keep_latest_k=0,
+        say=say,
+        sign_key=read_key(config.checkpoint.sign_key_file),
+        elsewhere=config.checkpoint.folder,
+    )
     newest = checkpoints.latest() if has_own_checkpoint(config) else None
     for lr in rates:
         initialize_buffers(trainer.model)
