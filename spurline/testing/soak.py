@@ -58,8 +58,13 @@ class Planned:
     attempt: int
 
     @property
+    def noted_as(self) -> tuple[int, str]:
+        """Attempt and kind in the log of faults."""
+        return self.attempt, "slow" if self.kind == "hang" else self.kind
+
+    @property
     def text(self) -> str:
-        kind = "slow" if self.kind == "hang" else self.kind
+        kind = self.noted_as[1]
         seconds = {"hang": 600, "slow": 1}.get(self.kind, 0)
         return f"{kind}@{self.point}:step={self.step},rank={self.rank},attempt={self.attempt},seconds={seconds},bit=30"
 
@@ -109,6 +114,8 @@ class Soak:
 
     def __init__(self, folder: Path, more: list[str]) -> None:
         self.folder, self.more = folder, more
+        self.slowest = 0.0
+        """Seconds until a fault was named, at most."""
         shutil.rmtree(folder, ignore_errors=True)
         (folder / "text").mkdir(parents=True)
         write_words(folder / "text")
@@ -182,14 +189,23 @@ class Soak:
             problems.append(f"{len(noted)} of {len(faults)} faults have happened")
         for fault in faults:
             words = MESSAGES[fault.kind].format(rank=fault.rank)
-            if (
-                words
-                and fault.point != "start"
-                and not any(f" attempt {fault.attempt}: " in line and words in line for line in errors)
-            ):
-                told = [line for line in errors if f" attempt {fault.attempt}: " in line]
+            if not words or fault.point == "start":  # before the ranks have a log
+                continue
+            told = [line for line in errors if f" attempt {fault.attempt}: " in line]
+            if not any(words in line for line in told):
                 problems.append(f"{fault.text}: {words!r} was not said, but {told}")
+                continue
+            happened = [entry["time"] for entry in noted if (entry["attempt"], entry["kind"]) == fault.noted_as]
+            seconds = _time_of(told[0]) - max(happened, default=time.time())
+            self.slowest = max(self.slowest, seconds)
+            if seconds > 3 * WATCHDOG_SECONDS:
+                problems.append(f"{fault.text}: was named after {seconds:.0f} s")
         return problems
+
+
+def _time_of(line: str) -> float:
+    """The time at the beginning of a line of errors.log, in whole seconds."""
+    return time.mktime(time.strptime(line[:19], "%Y-%m-%d %H:%M:%S"))
 
 
 def soak_faults(num_faults: int, seconds: float, seed: int, folder: Path, jobs: int, more: list[str]) -> int:
@@ -235,7 +251,10 @@ def soak_faults(num_faults: int, seconds: float, seed: int, folder: Path, jobs: 
         print(f"| {kind} | {point} | {outcome} | {times} |")
     failed, minutes = sum(map(bool, problems_of_job.values())), (time.monotonic() - started) / 60
     print(f"\n{total} faults in {len(problems_of_job)} jobs, {failed} failed, seed {seed}, {minutes:.1f} minutes")
-    return 1 if failed or not total else 0
+    print(f"each was named within {soak.slowest:.0f} s (the limit of the watchdog is {WATCHDOG_SECONDS} s)")
+    if total < num_faults:
+        print(f"only {total} of {num_faults} faults: --seconds {seconds:g} were over")
+    return 1 if failed or total < num_faults else 0
 
 
 def job_name(number: int) -> str:
@@ -274,8 +293,10 @@ def soak_runs(num_runs: int, seconds: float, folder: Path, more: list[str]) -> i
             minutes = (time.monotonic() - started) / 60
             print(f"{number + 1} runs, {outcomes['aborted']} aborted, {minutes:.1f} minutes", flush=True)
     minutes = (time.monotonic() - started) / 60
-    print(f"{sum(outcomes.values())} runs in a row: {dict(outcomes)}, {minutes:.1f} minutes")
-    return 1 if outcomes["aborted"] or not outcomes["finished"] else 0
+    print(f"{outcomes.total()} runs in a row: {dict(outcomes)}, {minutes:.1f} minutes")
+    if outcomes.total() < num_runs:
+        print(f"only {outcomes.total()} of {num_runs} runs: --seconds {seconds:g} were over")
+    return 1 if outcomes["finished"] < num_runs else 0
 
 
 def main(argv: list[str]) -> int:
