@@ -216,6 +216,14 @@ def test_needed_factor_is_that_of_the_busiest_expert_of_the_step() -> None:
     assert read_metrics(moe)["needed_factor"] == 0
 
 
+def test_needed_factor_of_a_rank_with_few_tokens_is_relative_to_the_most() -> None:
+    """Else a rank with a single token, whose experts have no other row, would let `grow` go to its limit at once."""
+    moe = make_layer(TIGHT)
+    routing = moe.router(torch.randn(1, 8))
+    moe.dispatcher.plan(routing, num_tokens_P=[13, 1])
+    assert read_metrics(moe)["needed_factor"] == pytest.approx(6 / 26, abs=1e-3)
+
+
 def test_growth_happens_when_metrics_are_read_and_not_before() -> None:
     moe, x = make_layer(dataclasses.replace(TIGHT, overflow="grow")), torch.randn(13, 8)
     for _ in range(2):

@@ -89,9 +89,10 @@ class CapacityDispatcher(nn.Module):
     def plan(self, routing: Routing, num_tokens_P: list[int] | None = None) -> SentinelPlan:
         """num_tokens_P: the number of tokens of each rank, if they may differ: the largest sets the capacity."""
         (T, K), E, ranks = routing.expert_TK.shape, routing.count_E.shape[0], self.ranks
-        C = capacity(self._most_tokens(T, num_tokens_P), K, E, self.factor, self.config.row_multiple)
+        most_tokens = self._most_tokens(T, num_tokens_P)
+        C = capacity(most_tokens, K, E, self.factor, self.config.row_multiple)
         if self.training:
-            self._note(routing.count_E, C, T * K)
+            self._note(routing.count_E, C, most_tokens * K)
         if ranks is not None and ranks.parts_per_expert > 1:
             parts = ranks.parts_per_expert
             routing, K, E = route_to_parts(routing, ranks.group.size() // parts, parts), K * parts, E * parts
@@ -140,6 +141,7 @@ class CapacityDispatcher(nn.Module):
         return "rows" if self.config.check_exchange else "splits" if is_assumed else ""
 
     def _note(self, count_E: Tensor, C: int, num_rows: int) -> None:
+        """num_rows: of the rank with the most tokens, which the factor is relative to on every rank."""
         dropped = (count_E - C).clamp_min(0).sum()
         accumulate_once(self.dropped_rows, dropped, self.witness, torch.is_grad_enabled())
         num_rows = max(1, num_rows)
