@@ -1,6 +1,7 @@
 """What `make` and `pip install` put into an environment, and what training needs of it."""
 
 import importlib.metadata
+import importlib.util
 import os
 import re
 import shutil
@@ -58,6 +59,15 @@ def test_constraints_pin_packages_of_the_project_and_are_what_the_image_is_built
     assert "torch" not in pins  # the Makefile's TORCH chooses it
     assert "COPY Makefile constraints.txt pyproject.toml" in (ROOT / "Dockerfile").read_text()
     assert '"dockerfile": "../Dockerfile"' in (ROOT / ".devcontainer/devcontainer.json").read_text()
+
+
+def test_what_tests_need_comes_with_the_tools_and_what_is_skipped_is_printed() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    extras = re.search(r'^dev = \[\n    "spurline\[([a-z,]+)\]"', text, re.MULTILINE)[1].split(",")
+    assert {"lowprecision", "triton"} <= set(extras)
+    assert re.search(r'^addopts = ".* -rs ', text, re.MULTILINE)
+    if os.environ.get("CI") and sys.platform == "linux":  # there, nothing may be skipped for lack of them
+        assert [name for name in ("torchao", "triton") if importlib.util.find_spec(name) is None] == []
 
 
 WITHOUT = """
