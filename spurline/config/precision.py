@@ -22,5 +22,5 @@ class Precision:
 
     def problems(self) -> list[str]:
         if self.recipe == "none":
-            return []
+            return [] if self.layers == Precision.layers else ["layers needs a recipe: float8 or mxfp8"]
         return [] if self.layers and all(self.layers) else ["layers must name at least one layer, such as 'layers.*'"]

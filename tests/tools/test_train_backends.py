@@ -29,6 +29,10 @@ def test_what_is_missing_is_one_line_before_anything_starts(problems, tmp_path, 
     assert found.startswith(complaint)
 
 
+def test_layers_without_a_recipe_are_refused(problems) -> None:
+    assert problems("--precision.layers", "*.experts") == ["precision.layers needs a recipe: float8 or mxfp8"]
+
+
 def test_converted_layers_are_listed_at_start(train, tmp_path) -> None:
     (tmp_path / "text").mkdir()
     write_words(tmp_path / "text")
