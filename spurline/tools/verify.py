@@ -17,7 +17,13 @@ from spurline.models import family_configs
 from spurline.moe.config import MoEConfig
 from spurline.testing.verification.cells import TINY_MODEL, Cell, cell_problems, keep_given
 from spurline.testing.verification.matrix import QUICK, full_cells
-from spurline.testing.verification.run import BFLOAT16_TOLERANCES, TOLERANCES, Outcome, Verifier
+from spurline.testing.verification.run import (
+    BFLOAT16_TOLERANCES,
+    LOW_PRECISION_TOLERANCES,
+    TOLERANCES,
+    Outcome,
+    Verifier,
+)
 from spurline.tools.console import complain, human
 from spurline.tools.options import UnknownModel
 from spurline.tools.parsing import UserPackage, described, load_user_code, parse, split_options
@@ -126,6 +132,7 @@ def _verify(command: Command[Any], cells: list[Cell]) -> int:
     if command.json:
         summary = {"passed": passed, "seconds": seconds, "reference": verifier.reference, "tolerances": TOLERANCES}
         summary["bfloat16_tolerances"] = BFLOAT16_TOLERANCES
+        summary["low_precision_tolerances"] = LOW_PRECISION_TOLERANCES
         left_out = [{"cell": cell.name, "ranks": cell.ranks, "problems": why} for cell, why in skipped.items()]
         print(json.dumps(summary | {"cells": [_as_json(o) for o in outcomes], "skipped": left_out}, indent=2))
     else:

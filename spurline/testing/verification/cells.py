@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
 from spurline.config import (
@@ -36,6 +37,7 @@ MOE_OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "equal split": {"equal_split": "forced"},
         "forced balance": {"force_load_balance": True},
     },
+    "sent": {"rows sent as they are": {"exchange_dtype": "same"}, "rows sent as float8": {"exchange_dtype": "float8"}},
     "dispatcher": {
         "all-to-all": {"dispatcher": "local"},
         "capacity": {"dispatcher": "capacity", "capacity_factor": 8.0},  # no row is dropped
@@ -44,7 +46,7 @@ MOE_OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "rows": {"rows as they are": {"row_multiple": 1}, "aligned rows": {"row_multiple": 8}},
     "num_experts": {f"{number} experts": {"num_experts": number} for number in (8, 6)},
-    "experts": {name: {"experts_backend": name} for name in ("loop", "grouped_mm", "bmm", "stream")},
+    "experts": {name: {"experts_backend": name} for name in ("loop", "grouped_mm", "bmm", "stream", "triton")},
     "score": {"score after": {"score_before_experts": False}, "score before": {"score_before_experts": True}},
     "router": {
         "softmax": {"score_func": "softmax"},
@@ -73,6 +75,7 @@ class Cell:
     pp: int = 1
     schedule: str = "1F1B"
     exchange: str = "uneven"
+    sent: str = "rows sent as they are"
     dispatcher: str = "all-to-all"
     rows: str = "rows as they are"
     num_experts: str = "8 experts"
@@ -140,10 +143,10 @@ def run_config(cell: Cell, model: Any) -> RunConfig[Any]:
         model = replace(model, num_layers=cell.num_layers)
     if cell.tied:
         model = replace(model, tied_embeddings=True)
-    return RunConfig(
+    config: RunConfig[Any] = RunConfig(
         model=model,
         training=Training(
-            steps=_num_steps(cell, model),
+            steps=NUM_STEPS,
             seq_len=_seq_len(cell, model),
             local_batch_size=SEQUENCES_A_STEP // (cell.dp * cell.micro_batches),
             global_batch_size=SEQUENCES_A_STEP,
@@ -171,16 +174,21 @@ def run_config(cell: Cell, model: Any) -> RunConfig[Any]:
         activation_checkpoint=ActivationCheckpoint(mode=cell.remat),  # type: ignore[arg-type]
         debug=Debug(separate_expert_units=cell.separate_expert_units),
     )
-
-
-def _num_steps(cell: Cell, model: Any) -> int:
-    """Number of steps; cells in lower precision than the reference are compared before a selection bias is updated.
-
-    The update is the sign of a row count, so a single row that rounding routes differently changes it.
-    """
-    is_exact = cell.dtype == "float32" and cell.precision == "none"
     moves_bias = getattr(getattr(model, "moe", None), "bias_update_rate", 0.0) > 0
-    return NUM_STEPS if is_exact or not moves_bias else 1
+    if rounding(config) == "float32" or not moves_bias:
+        return config
+    # Cells in lower precision than the reference are compared before a selection bias is updated. The update is the
+    # sign of a row count, so a single row that rounding routes differently changes it.
+    return replace(config, training=replace(config.training, steps=1))
+
+
+def rounding(config: RunConfig[Any]) -> str:
+    """The least precise format that a step uses: float32, bfloat16 or 8 bits."""
+    moe = getattr(config.model, "moe", None)
+    sends_float8 = isinstance(moe, MoEConfig) and moe.exchange_dtype == "float8"
+    if config.precision.recipe != "none" or (sends_float8 and config.parallelism.expert_parallel_degree > 1):
+        return "8 bits"
+    return config.training.dtype
 
 
 def _seq_len(cell: Cell, model: Any) -> int:
@@ -204,6 +212,7 @@ def reference_config(config: RunConfig[Any], micro_batches: int = 1) -> RunConfi
             "dispatcher",
             "equal_split",
             "equal_split_threshold",
+            "exchange_dtype",
             "check_exchange",
             "row_multiple",
         )
@@ -237,8 +246,10 @@ def cell_problems(cell: Cell, model: Any) -> list[str]:
     if isinstance(moe, MoEConfig):
         if moe.experts_backend == "bmm" and not (moe.force_load_balance and cell.compile == "off"):
             found.append("experts_backend bmm needs forced balance, without compile")
-        if moe.experts_backend == "stream" and cell.precision != "none":
-            found.append(f"experts_backend stream does not round operands, as {cell.precision} does")
+        if moe.experts_backend in ("stream", "triton") and cell.precision != "none":
+            found.append(f"experts_backend {moe.experts_backend} does not round operands, as {cell.precision} does")
+        if moe.experts_backend == "triton" and find_spec("triton") is None:
+            found.append("experts_backend triton needs Triton (pip install 'spurline[triton]')")
         if moe.experts_backend == "bmm" and not moe.can_compile:
             found.append(f"experts_backend bmm needs equal row counts, which dispatcher {moe.dispatcher} does not know")
         is_uneven = config.training.seq_len % (cell.tp * (2 * cell.cp if cell.cp > 1 else 1))

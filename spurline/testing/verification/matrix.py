@@ -44,6 +44,11 @@ QUICK = [
     Cell(compile="aot_eager", precision="mxfp8", experts="loop", micro_batches=2),
     Cell(2, ep=2, precision="float8", experts="loop", clip=True),
     Cell(2, tp=2, dtype="bfloat16", precision="mxfp8", experts="grouped_mm", remat="selective"),
+    Cell(4, ep=4, precision="mxfp8", experts="loop", rows="aligned rows"),
+    Cell(2, ep=2, sent="rows sent as float8", clip=True),
+    Cell(experts="triton", score="score before"),
+    Cell(2, ep=2, experts="triton", remat="selective"),
+    Cell(4, ep=4, experts="triton", dtype="bfloat16"),
     Cell(4, tp=4, score="score before", router="groups and bias"),
     Cell(4, ep=4, exchange="forced balance", experts="bmm", score="score before", clip=True),
     Cell(
@@ -118,6 +123,10 @@ MORE = [
     Cell(4, tp=2, ep=2, etp=2, compile="inductor", remat="selective", clip=True),
 ]
 
+# MoE options that pairs are made of. Only QUICK has the others: Triton, whose interpreter is slow, and float8 rows.
+_PAIRED = {
+    field: [value for value in values if value != "triton"] for field, values in MOE_OPTIONS.items() if field != "sent"
+}
 _SPREADS: list[dict[str, int]] = [
     {"ranks": 1},
     {"ranks": 2},
@@ -144,7 +153,7 @@ _SPREADS: list[dict[str, int]] = [
 # Each value is a dict of the Cell fields that it sets.
 AXES: dict[str, list[dict[str, Any]]] = {
     "spread": _SPREADS,
-    **{field: [{field: value} for value in values] for field, values in MOE_OPTIONS.items()},
+    **{field: [{field: value} for value in values] for field, values in _PAIRED.items()},
     "context": [{"context": kind} for kind in ("all_gather", "ulysses")],
     "remat": [{"remat": mode} for mode in ("none", "full", "selective")],
     "compile": [{"compile": backend} for backend in ("off", "aot_eager")],
