@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
+
+from spurline.spelling import nearest, several_nearest
 
 OPTIMIZERS = ("adamw", "muon")
 ONLY_FOR = {"beta1": "adamw", "beta2": "adamw", "eps": "adamw", "momentum": "muon"}
@@ -70,7 +71,7 @@ def matches(pattern: str, name: str) -> bool:
 
 def names_near(pattern: str, names: Iterable[str]) -> str:
     """The end of a 'matches nothing' error: the names that are nearest to a pattern."""
-    near = get_close_matches(pattern, list(names), n=3, cutoff=0.0)
+    near = several_nearest(pattern, names, 3, cutoff=0.0)
     return f"; names look like {', '.join(near)}" if near else ""
 
 
@@ -85,8 +86,8 @@ def rule_problem(text: str) -> str | None:
 
 def _number(name: str, value: str) -> float:
     if name not in _NUMBERS:
-        near = get_close_matches(name, ["optimizer", *_NUMBERS], n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are optimizer, {', '.join(_NUMBERS)}"
+        near = nearest(name, ["optimizer", *_NUMBERS])
+        hint = f"did you mean {near}?" if near else f"there are optimizer, {', '.join(_NUMBERS)}"
         raise ValueError(f"there is no option {name!r}: {hint}")
     try:
         number = float(value)

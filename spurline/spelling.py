@@ -8,7 +8,12 @@ from difflib import get_close_matches
 
 def nearest(name: str, choices: Iterable[str], cutoff: float = 0.6) -> str:
     """The choice most similar to `name`, or "" if none is (cutoff 0: any is similar enough, 1: only the same)."""
-    return next(iter(get_close_matches(name, list(choices), n=1, cutoff=cutoff)), "")
+    return next(iter(several_nearest(name, choices, 1, cutoff)), "")
+
+
+def several_nearest(name: str, choices: Iterable[str], number: int, cutoff: float = 0.6) -> list[str]:
+    """At most `number` choices that are similar to `name`, the most similar first."""
+    return get_close_matches(name, list(choices), number, cutoff)
 
 
 def did_you_mean(name: str, choices: Iterable[str], prefix: str = "") -> str:
