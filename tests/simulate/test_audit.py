@@ -97,11 +97,20 @@ def test_weights_that_casts_keep_are_named(monkeypatch: pytest.MonkeyPatch) -> N
     assert "bytes of cast weights" in lines[0]
 
 
-@pytest.mark.parametrize(("ranks", "ep"), [(4, 2), (64, 64)])
+@pytest.mark.parametrize(
+    ("ranks", "degrees"),
+    [
+        (4, {"expert_parallel_degree": 2}),
+        (64, {"expert_parallel_degree": 64}),
+        (8, {"expert_parallel_degree": 4, "tensor_parallel_degree": 2}),
+        (8, {"expert_parallel_degree": 8, "tensor_parallel_degree": 2, "context_parallel_degree": 2}),
+    ],
+    ids=["ep 2", "ep 64", "ep 4, tp 2", "ep 8, tp 2, cp 2"],
+)
 @pytest.mark.parametrize("is_forced", [False, True])
-def test_one_wait_a_layer_and_none_with_forced_balance(ranks: int, ep: int, is_forced: bool) -> None:
+def test_one_wait_a_layer_and_none_with_forced_balance(ranks: int, degrees: dict[str, int], is_forced: bool) -> None:
     model = replace(MODEL, moe=replace(MODEL.moe, num_experts=64, force_load_balance=is_forced))
-    found = audit(replace(CONFIG, model=model, parallelism=Parallelism(expert_parallel_degree=ep)), ranks)
+    found = audit(replace(CONFIG, model=model, parallelism=Parallelism(**degrees)), ranks)
     assert violations(found, replace(ANYTHING, host_waits_per_layer=None, gather_dtype_share=0.0)) == []
     by_layer = {row.name: row.host_waits for row in found.layers}
     waits = 0 if is_forced else 1
