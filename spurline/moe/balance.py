@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from spurline.comm.collectives import all_reduce_counts
 from spurline.moe.config import MoEConfig
@@ -80,14 +81,16 @@ def update_expert_bias(
     """Update the selection bias of every MoE layer; returns each layer's rows per expert (E,) since the last call.
 
     The rows are summed over `group` in one all-reduce for all layers, so every rank of it must make this call. The
-    default is all ranks if torch.distributed is initialized (each trained on different tokens, as under DDP). The bias
-    of an expert rises by the update rate if it got fewer rows than the mean and falls if it got more; the moves of a
-    layer are centered to sum to zero. No bias moves if `unless`, a scalar on the device, is 1: for steps whose update
-    is masked. A router whose parameters are all frozen keeps its bias, and with it its selection.
+    default is all ranks if torch.distributed is initialized (each trained on different tokens, as under DDP, which
+    must be created with forward_sync_buffers=False). The bias of an expert rises by the update rate if it got fewer
+    rows than the mean and falls if it got more; the moves of a layer are centered to sum to zero. No bias moves if
+    `unless`, a scalar on the device, is 1: for steps whose update is masked. A router whose parameters are all frozen
+    keeps its bias, and with it its selection.
     """
     layers = routers(model)
     if not layers:
         return {}
+    _refuse_overwritten_counts(model)
     counts = torch.cat([router.row_count_E for router in layers.values()])
     if group is not None or torch.distributed.is_initialized():
         torch.distributed.all_reduce(counts, group=group)
@@ -103,6 +106,19 @@ def update_expert_bias(
         router.step_count_E = count_by_layer[name]
         router.row_count_E.zero_()
     return count_by_layer
+
+
+def _refuse_overwritten_counts(model: nn.Module) -> None:
+    """A ValueError if DDP overwrites the row counts of all ranks but the first, which it does by default."""
+    for ddp in model.modules():
+        if isinstance(ddp, DistributedDataParallel) and ddp.forward_sync_buffers:
+            counts = {name for name, _ in ddp.module.named_buffers() if name.endswith("row_count_E")}
+            if counts - ddp.parameters_to_ignore:
+                raise ValueError(
+                    "DistributedDataParallel copies all buffers from rank 0 before each forward pass, so the rows that"
+                    " other ranks have counted in earlier micro-batches are lost: create it with"
+                    " forward_sync_buffers=False"
+                )
 
 
 def set_token_weight(model: nn.Module, token_weight: float | Tensor) -> None:
