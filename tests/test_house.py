@@ -56,7 +56,9 @@ def imports_of(path: Path) -> set[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module, f"{path}, line {node.lineno}: import it by its full name"
+            assert node.level == 0, f"{path}, line {node.lineno}: import it by its full name"
             names = {f"{node.module}.{alias.name}" for alias in node.names}
             found |= (names & MODULES.keys()) or {node.module}
     return {name for name in found if name.split(".")[0] == "spurline"}
