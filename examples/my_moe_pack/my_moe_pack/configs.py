@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MyMoEConfig(SparseDecoderConfig, GroupedQueryConfig):
-    """Grouped-query attention and experts; any field can be added here, and is an option --model.<field> at once."""
+    """Grouped-query attention and experts. A field that is added here becomes an option, --model.<field>."""
 
     embedding_scale: float = 8.0
-    """What embeddings are multiplied with."""
+    """Factor that embeddings are multiplied by."""
 
     def build(self) -> MyMoE:
         from my_moe_pack.model import MyMoE

@@ -15,7 +15,7 @@ from spurline.moe.dispatch.plan import Dispatcher, ExpertRanks, Plan
 
 
 class CapacityDispatcher:
-    """An expert takes `percent` of an even share of this rank's rows; what comes after them weighs nothing."""
+    """Each expert takes up to `percent` of an even share of this rank's rows; rows beyond that get weight zero."""
 
     def __init__(self, config: MoEConfig, percent: int, inner: Dispatcher | None = None) -> None:
         self.config = config
@@ -28,7 +28,7 @@ class CapacityDispatcher:
         return self.inner.plan(replace(routing, weight_TK=routing.weight_TK * fits_TK), num_tokens_P)
 
     def across(self, ranks: ExpertRanks) -> "CapacityDispatcher":
-        """What takes this dispatcher's place when experts are spread over ranks."""
+        """The dispatcher to use instead when experts are sharded over ranks."""
         return CapacityDispatcher(self.config, self.percent, LocalDispatcher(self.config).across(ranks))
 
 

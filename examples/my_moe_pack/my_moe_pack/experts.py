@@ -1,4 +1,4 @@
-"""An experts backend: every row meets its own copy of its expert's matrices.
+"""An experts backend that gathers a copy of the expert's matrices for every row.
 
 R rows, D width, F hidden width, e experts on this rank.
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 def gathered_experts(
     rows_RD: Tensor, w1_eFD: Tensor, w3_eFD: Tensor, w2_eDF: Tensor, rows_per_expert: Tensor | list[int]
 ) -> Tensor:
-    """(R, D), sorted by expert -> (R, D): one batched product for few rows, a waste of memory for many."""
+    """(R, D), sorted by expert -> (R, D): one batched matmul; for few rows, as each gets a copy of its matrices."""
     count_e = torch.as_tensor(rows_per_expert, device=rows_RD.device)
     expert_R = torch.repeat_interleave(count_e, output_size=rows_RD.shape[0])
     rows_R1D = rows_RD.unsqueeze(1)

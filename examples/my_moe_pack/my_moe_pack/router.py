@@ -1,4 +1,4 @@
-"""A router that looks at directions alone.
+"""A router that ignores the norms of tokens and gates.
 
 T tokens, D width, E experts.
 """
@@ -12,7 +12,7 @@ from spurline.moe import Router
 
 
 class CosineRouter(Router):
-    """Scores experts by the cosine of the angle between token and gate: long tokens are no surer than short ones."""
+    """Scores experts by the cosine between token and gate, so that the norm of a token does not affect its scores."""
 
     temperature = 0.1
 
