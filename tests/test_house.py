@@ -1,4 +1,4 @@
-"""The rules of the house: which room may import which, and how large a file may grow."""
+"""Rules for the source tree: which package may import which, and how long a file may be."""
 
 import ast
 from pathlib import Path

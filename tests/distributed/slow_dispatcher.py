@@ -1,4 +1,4 @@
-"""An asynchronous dispatcher with a handle, as a library that moves rows on the device would have: in one file.
+"""An asynchronous dispatcher in one file, with a handle as in libraries that move rows on the device.
 
 Rows travel by gloo's all-to-all on a thread of their own; whoever needs them asks the handle. T tokens, K experts per
 token, S rows that leave this rank, R rows that reach it, D width.
@@ -21,7 +21,7 @@ _threads = ThreadPoolExecutor(1)
 
 
 class Handle:
-    """A journey under way."""
+    """An exchange in flight."""
 
     def __init__(self, rows: Tensor, send_P: list[int], receive_P: list[int], group: dist.ProcessGroup) -> None:
         self.future: Future[Tensor] = _threads.submit(self._travel, rows.detach().clone(), send_P, receive_P, group)

@@ -1,4 +1,4 @@
-"""Forced balance across ranks: nobody is asked, and who breaks its assumption is told."""
+"""Forced balance across ranks: no counts are exchanged, and unequal numbers of tokens are an error."""
 
 import warnings
 

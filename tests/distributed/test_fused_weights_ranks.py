@@ -1,4 +1,4 @@
-"""Fused weights of experts that are DTensors: no edit serves stale copies, under FSDP2 neither."""
+"""Fused weights of experts that are DTensors: after any edit they are rebuilt, with FSDP2 too."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Parts of a user, each in one file: the experts of gpt-oss and an asynchronous dispatcher, on one rank and more."""
+"""Components of a user, one file each: gpt-oss's experts and an asynchronous dispatcher, on 1 to 4 ranks."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What parallelize_moe makes of a layer, and what it refuses: on every rank, with nobody left waiting."""
+"""What parallelize_moe changes in a layer, and what it refuses: on every rank, so that none is left waiting."""
 
 import dataclasses
 

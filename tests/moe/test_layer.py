@@ -1,4 +1,4 @@
-"""The layer as a citizen of torch: what it shows of itself, where it is made, and what it refuses."""
+"""The layer as an nn.Module: dir, repr, device and dtype, errors for wrong input, and calls per forward."""
 
 import dataclasses
 import inspect

@@ -1,4 +1,4 @@
-"""Experts with products of 8 bits: each expert's as those of a linear layer, on any kernel, compiled or not."""
+"""Experts with 8-bit matmuls: each expert equals a linear layer, on any kernel, compiled or not."""
 
 import pytest
 import torch

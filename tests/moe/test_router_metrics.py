@@ -1,4 +1,4 @@
-"""What the routers of a model offer as metrics."""
+"""The metrics that routers report."""
 
 import math
 

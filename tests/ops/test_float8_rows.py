@@ -1,4 +1,4 @@
-"""Rows packed as float8 for their journey: what comes out is what went in, rounded once."""
+"""Rows packed as float8 for the exchange: unpacked, they are the same rows rounded once."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Products with operands of 8 bits: rounded as torchao rounds them, forward and backward."""
+"""8-bit matmuls: operands are rounded as torchao rounds them, forward and backward."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Few rows as columns: the same products, and only where they are faster."""
+"""Skinny matmuls, with the rows as the right operand: equal results, and used only where they are faster."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Rows that carry their weight: nothing is rounded on the way, there or back."""
+"""Rows that carry their routing weight: neither weights nor their gradients are rounded."""
 
 import pytest
 import torch

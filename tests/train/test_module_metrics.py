@@ -1,4 +1,4 @@
-"""A metric takes one file: a router of a user's own, with metrics that no other file knows, in a run on two ranks."""
+"""Adding a metric takes one file: a user's router with its own metrics, in runs on one and two ranks."""
 
 import json
 import os

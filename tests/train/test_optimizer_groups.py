@@ -1,4 +1,4 @@
-"""Which parameter is updated by what: rules by name, the defaults behind them, and everything that can be wrong."""
+"""Which optimizer updates which parameter: rules by name, defaults, and errors in rules."""
 
 from collections import Counter
 from fnmatch import fnmatchcase
