@@ -108,6 +108,28 @@ def test_full_has_every_pair_of_values_that_go_together():
             assert met != exclude_each_other(**fields), fields
 
 
+SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBV", "DualPipeV")
+KINDS = ("all_gather", "ulysses")
+COMPOSED = [  # degrees above 1 and other values; the degrees that are not named are 1, but for data parallelism
+    *({"pp": pp, "schedule": schedule} for pp in (2, 4) for schedule in SCHEDULES),
+    *({"cp": cp, "context": kind, "seq_len": 13} for cp in (2, 4) for kind in KINDS),
+    *({"cp": 2, "tp": 2, "context": kind, "seq_len": 13, "balance": "batch and z loss"} for kind in KINDS),
+    *({"cp": 2, "ep": 2, "context": kind} for kind in KINDS),
+    {"pp": 2, "ep": 2, "seq_len": 13, "balance": "batch and z loss"},
+    {"pp": 2, "ep": 2, "replicate": 2, "seq_len": 13, "balance": "batch and z loss"},
+    {"pp": 2, "tp": 2, "ep": 2, "seq_len": 13},
+    {"pp": 2, "tp": 2, "ep": 2, "etp": 2},
+    {"pp": 2, "cp": 2, "ep": 2, "seq_len": 13, "balance": "batch and z loss"},
+]
+
+
+@pytest.mark.parametrize("fields", COMPOSED, ids=str)
+def test_full_has_pipeline_stages_and_shared_positions_composed_with_the_others(fields):
+    degrees = dict.fromkeys(("pp", "cp", "tp", "ep", "etp", "replicate"), 1)
+    wanted = {**degrees, "dtype": "float32", "precision": "none", **fields}
+    assert any(wanted.items() <= vars(cell).items() for cell in full_cells())
+
+
 STAND_INS = ("deep_ep stand-in", "hybrid_ep stand-in")
 
 

@@ -91,6 +91,8 @@ MORE = [
     Cell(2, cp=2, context="ulysses", compile="aot_eager", remat="full"),
     Cell(4, cp=4, seq_len=13, balance="batch and z loss", clip=True),
     Cell(4, cp=4, context="ulysses", seq_len=13),
+    Cell(4, cp=2, tp=2, seq_len=13, balance="batch and z loss", clip=True),
+    Cell(4, cp=2, tp=2, context="ulysses", seq_len=13, balance="batch and z loss", remat="selective"),
     Cell(4, cp=2, tp=2, ep=4, exchange="forced balance", separate_expert_units=True),
     Cell(8, cp=2, tp=2, ep=4, context="ulysses", seq_len=13),
     Cell(8, replicate=2, cp=4, ep=2, etp=2, seq_len=13, clip=True),
@@ -104,7 +106,8 @@ MORE = [
     Cell(2, pp=2, compile="aot_eager", micro_batches=2, seq_len=13),
     Cell(4, pp=2, tp=2, ep=2, micro_batches=2, seq_len=13, remat="selective"),
     Cell(4, pp=2, cp=2, ep=2, context="ulysses", micro_batches=2, dtype="bfloat16", separate_expert_units=True),
-    Cell(8, pp=2, tp=2, ep=4, micro_batches=2, remat="full", exchange="equal split"),
+    Cell(8, pp=2, tp=2, ep=2, etp=2, micro_batches=2, remat="full", exchange="equal split"),
+    Cell(8, pp=2, replicate=2, ep=2, micro_batches=2, seq_len=13, balance="batch and z loss", clip=True),
     Cell(
         8,
         pp=2,
