@@ -22,6 +22,7 @@ from spurline.parallel.world import World
 from spurline.train.freezing import freeze
 from spurline.train.loss import make_loss_sum
 from spurline.train.metrics.timing import StepTimer, watch_layers
+from spurline.train.optimizer.groups import parameter_groups
 
 
 def set_up_torch(config: RunConfig[Any]) -> None:
@@ -67,6 +68,7 @@ def build_model(config: RunConfig[Any], world: World, draw_weights: bool = True)
     if world.meshes is not None and world.meshes.pp is not None:
         schedule = config.parallelism.pipeline_parallel_schedule
         layout = make_layout(config.model, config.training.seq_len, schedule, world.meshes.pp.get_group())
+        parameter_groups(model, config.optimizer)  # raises if a rule matches nothing of the whole model
         model = PipelinedModel(model, layout, parallelize)
     else:
         parallelize(model)

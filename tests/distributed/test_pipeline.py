@@ -60,7 +60,10 @@ def test_validation_text_and_metrics_are_those_of_one_rank(
     model = tiny_model(num_layers=4, tied_embeddings=True, moe=moe)
     data_ranks = 2 if "expert_parallel_degree" in degrees else 1
     together = tiny_run(
-        write_words(tmp_path), model, training={"local_batch_size": 2, "global_batch_size": 16, "seq_len": 13}
+        write_words(tmp_path),
+        model,
+        training={"local_batch_size": 2, "global_batch_size": 16, "seq_len": 13},
+        optimizer={"groups": ("layers.0.* lr_factor=0.5", "norm.* lr_factor=2")},  # neither matches all stages
     )
     # A validation batch has the sequences of all data ranks.
     alone = replace(together, training=replace(together.training, local_batch_size=2 * data_ranks))

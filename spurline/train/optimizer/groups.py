@@ -11,6 +11,7 @@ from spurline.config import Optimizer
 from spurline.config_io import ConfigError
 from spurline.moe.layer import MoE
 from spurline.parallel.blocks import blocks_of
+from spurline.parallel.pipeline import PipelinedModel
 from spurline.parameter_rules import ONLY_FOR, ParameterRule, names_near
 
 
@@ -28,7 +29,8 @@ def parameter_groups(model: nn.Module, config: Optimizer) -> list[dict[str, Any]
 
     Groups are in the format of torch's optimizers, with two extra keys: `optimizer` (adamw or muon) and `lr_factor`.
     Weight decay applies to whatever has two dims or more (embeddings, gates and stacked experts too), not to norms and
-    biases, unless a rule says otherwise. A ConfigError lists everything that is wrong with the rules.
+    biases, unless a rule says otherwise. A ConfigError lists everything that is wrong with the rules; those of a
+    pipelined model are checked before it is cut, because a rule need not match a parameter of every stage.
     """
     rules = config.rules
     hidden = hidden_matrices(model) if config.name == "muon" else set()
@@ -39,8 +41,9 @@ def parameter_groups(model: nn.Module, config: Optimizer) -> list[dict[str, Any]
             optimizer = rules[position].optimizer if position < len(rules) else None
             kind = Kind(position, optimizer or ("muon" if parameter in hidden else "adamw"), parameter.ndim < 2)
             members.setdefault(kind, {})[name] = parameter
-    if problems := _problems(rules, members):
+    if not isinstance(model, PipelinedModel) and (problems := _problems(rules, members)):
         raise ConfigError(problems)
+    members = members or {Kind(len(rules), "adamw", False): {}}  # a pipeline stage may be frozen as a whole
     no_rule = ParameterRule(text="", pattern="")
     return [
         {"params": list(members[kind].values()), **_options(kind, (*rules, no_rule)[kind.rule], config)}
