@@ -21,6 +21,7 @@ from spurline.train.checkpoint.signature import read_key
 from spurline.train.initial_load import has_own_checkpoint
 from spurline.train.initial_weights import load_initial_weights
 from spurline.train.optimizer.build import build_optimizer
+from spurline.train.setup import weights_changed
 from spurline.train.trainer import Trainer, make_trainer
 
 HOPELESS = 1.5
@@ -97,6 +98,7 @@ def sweep(
             load_initial_weights(trainer)
         else:
             initialize_parameters(trainer.model, config.training.seed, only_adapters=bool(config.lora.rank))
+        weights_changed(trainer.model)
         yield Trial(lr, list(_losses(_with_rate(trainer, lr, num_steps))), num_steps)
 
 

@@ -15,6 +15,7 @@ from spurline.parallel.pipeline import PipelinedModel
 from spurline.parallel.world import World, joined_world
 from spurline.testing import RankPool
 from spurline.testing.tiny import tiny_model, tiny_run, write_words
+from spurline.train.rate_sweep import sweep
 from spurline.train.sample import sample_text
 from spurline.train.trainer import Trainer, make_trainer
 from spurline.train.validation import validate
@@ -36,6 +37,16 @@ def results_of(trainer: Trainer) -> dict[str, Any]:
         "records": [{name: record[name] for name in SAME} for record in records],
         "copies": copies,
     }
+
+
+def rates_tried(config: RunConfig[Any], world: World) -> list[list[float]]:
+    return [trial.losses for trial in sweep(config, world, [1e-3, 1e-2], 3, say=lambda line: None)]
+
+
+def rates_tried_on_rank(rank: int, config: RunConfig[Any]) -> list[list[float]]:
+    environment = {"WORLD_SIZE": str(dist.get_world_size())}
+    with mock.patch.dict(os.environ, environment), joined_world(config.parallelism) as world:
+        return rates_tried(config, world)
 
 
 def run_on_rank(rank: int, config: RunConfig[Any]) -> dict[str, Any]:
@@ -83,3 +94,13 @@ def test_validation_text_and_metrics_are_those_of_one_rank(
     # The embedding is on the first and on the last stage, and stays the same on both, bit for bit.
     assert len(copies) == 2 * num_ranks // 2
     assert all(torch.equal(copy, copies[0]) for copy in copies)
+
+
+def test_every_rate_of_a_sweep_starts_from_the_same_weights_on_all_stages(ranks: RankPool, tmp_path: Path) -> None:
+    """The first rank has both copies of the embedding, and draws one of them."""
+    model = tiny_model(num_layers=4, tied_embeddings=True)
+    config = tiny_run(write_words(tmp_path), model, training={"local_batch_size": 2, "global_batch_size": 8})
+    expected = rates_tried(replace(config, training=replace(config.training, local_batch_size=8)), World.alone())
+    stages = Parallelism(pipeline_parallel_degree=2, pipeline_parallel_schedule="ZBV")
+    for found in ranks.run(rates_tried_on_rank, 2, replace(config, parallelism=stages)):
+        assert found == [pytest.approx(losses, rel=1e-5) for losses in expected]
