@@ -78,6 +78,9 @@ class PipelinedModel(nn.Module):
         self.layout = layout
         self.config: Any = whole.config
         self.copies: list[str] = whole.parameters_on_two_stages()  # type: ignore[operator]
+        parameters = list(whole.parameters())
+        self.num_parameters = sum(p.numel() for p in parameters if p.requires_grad), sum(p.numel() for p in parameters)
+        """The number of trainable and of all parameters of the full model."""
         ends = layout.num_stages - 1
         parts = [
             whole.stage(*layout.layers[number], is_first=number == 0, is_last=number == ends)  # type: ignore[operator]
@@ -160,9 +163,11 @@ class PipelinedModel(nn.Module):
 
     @torch.no_grad()
     def sum_gradients_of_copies(self) -> None:
-        """Give both copies the sum of their gradients."""
+        """Give both copies the sum of their gradients; frozen ones have none."""
         first, last = self._part(0), self._part(self.layout.num_stages - 1)
         for name in self.copies:
+            if not any(part is not None and part.get_parameter(name).requires_grad for part in (first, last)):
+                continue
             if first is not None and last is not None:
                 _local(first.get_parameter(name).grad).add_(_local(last.get_parameter(name).grad))
                 last.get_parameter(name).grad = None

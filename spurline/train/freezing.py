@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from spurline.config_io import ConfigError
+from spurline.parallel.pipeline import PipelinedModel
 from spurline.parameter_rules import matches, names_near
 
 
@@ -33,6 +34,8 @@ def freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
 
 
 def num_parameters(model: nn.Module) -> tuple[int, int]:
-    """The number of trainable and of all parameters, unsharded; with pipeline stages, only of those on this rank."""
+    """The number of trainable and of all parameters, unsharded, of all pipeline stages."""
+    if isinstance(model, PipelinedModel):
+        return model.num_parameters
     parameters = list(model.parameters())
     return sum(p.numel() for p in parameters if p.requires_grad), sum(p.numel() for p in parameters)

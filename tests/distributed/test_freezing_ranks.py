@@ -16,12 +16,13 @@ FROZEN = {
     "part": ("layers.0.*", "*.experts.w1_EFD", "layers.1.moe.router.*", "norm.*"),
     "first-layers": ("embedding.*", "layers.[01].*"),
     "all-but-experts": ("*", "!*.experts.*"),
+    "last-layers": ("layers.[23].*", "norm.*", "embedding.*", "output.*"),
 }
 
 
-def run_config(parallelism: Parallelism, frozen: str, num_data_ranks: int, **sections: Any) -> RunConfig[Any]:
-    training = {"steps": 3, "global_batch_size": 8, "local_batch_size": 8 // num_data_ranks, "freeze": FROZEN[frozen]}
-    return replace(tiny_run("unused", MODEL, training=training, **sections), parallelism=parallelism)
+def run_config(parallelism: Parallelism, frozen: str, num_parts: int, **changes: Any) -> RunConfig[Any]:
+    training = {"steps": 3, "global_batch_size": 8, "local_batch_size": 8 // num_parts, "freeze": FROZEN[frozen]}
+    return replace(tiny_run("unused", replace(MODEL, **changes), training=training), parallelism=parallelism)
 
 
 def measure(rank: int, config: RunConfig[Any], path: str) -> list[Errors]:
@@ -52,3 +53,29 @@ def test_frozen_run_on_ranks_is_that_of_the_reference(
             assert worst["rows"] == 0
             assert {kind: error for kind, error in worst.items() if error > 1e-4} == {}
             assert 0 < len(errors["gradient"]) < len(errors["weight"])
+
+
+@pytest.mark.parametrize(
+    ("frozen", "schedule", "tied"),
+    [
+        ("first-layers", "1F1B", False),  # all of the first stage, whose output then needs no gradient
+        ("last-layers", "1F1B", False),  # all of the last stage
+        ("part", "ZBV", True),
+        ("all-but-experts", "ZBV", True),  # and with them both copies of the embedding
+        pytest.param("first-layers", "ZBV", False, marks=pytest.mark.slow),
+        pytest.param("last-layers", "ZBV", False, marks=pytest.mark.slow),
+        pytest.param("all-but-experts", "1F1B", True, marks=pytest.mark.slow),
+    ],
+)
+def test_frozen_run_in_pipeline_stages_is_that_of_the_reference(
+    ranks: RankPool, tmp_path: Path, frozen: str, schedule: Any, tied: bool
+) -> None:
+    path = str(tmp_path / "expected.pt")
+    changes = {"num_layers": 4, "tied_embeddings": tied}
+    save_reference(run_config(Parallelism(), frozen, 1, **changes), path)
+    stages = Parallelism(pipeline_parallel_degree=2, pipeline_parallel_schedule=schedule)
+    for of_rank in ranks.run(measure, 2, run_config(stages, frozen, 4, **changes), path):
+        for errors in of_rank:
+            worst = {kind: max(by_name.values(), default=0.0) for kind, by_name in errors.items()}
+            assert worst["rows"] == 0
+            assert {kind: error for kind, error in worst.items() if error > 1e-4} == {}

@@ -13,9 +13,10 @@ from torch.distributed.tensor import DTensor
 @torch.no_grad()
 def gradient_norms(parameters: Iterable[nn.Parameter]) -> Tensor:
     """The norms (P,) of this rank's shards of all gradients that exist, in the order of the parameters."""
+    parameters = list(parameters)
     gradients = [p.grad for p in parameters if p.grad is not None]
     parts = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
-    return torch.stack(torch._foreach_norm(parts)) if parts else torch.zeros(0)
+    return torch.stack(torch._foreach_norm(parts)) if parts else torch.zeros(0, device=parameters[0].device)
 
 
 @torch.no_grad()
@@ -37,8 +38,6 @@ def clip_gradients(
     parameters = list(parameters)
     with_gradients = [p for p in parameters if p.grad is not None]
     gradients = [p.grad for p in with_gradients if p.grad is not None]
-    if not gradients:
-        return torch.zeros(())
     parts = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
     norms = gradient_norms(parameters) if norms_P is None else norms_P
     if group is None:
@@ -53,7 +52,7 @@ def clip_gradients(
         squares = (norms.square() / _on_device(holders, norms.dtype, norms.device)).sum()
         torch.distributed.all_reduce(squares, group=group)
         norm = squares.sqrt()
-    if max_norm > 0:
+    if max_norm > 0 and parts:
         torch._foreach_mul_(parts, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
 
