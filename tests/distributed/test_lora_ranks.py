@@ -40,12 +40,14 @@ LAYOUTS: dict[str, tuple[int, Parallelism]] = {
         Parallelism(tensor_parallel_degree=2, expert_parallel_degree=2, expert_tensor_parallel_degree=2),
     ),
     "fsdp4": (4, Parallelism()),
+    "pp-ep": (4, Parallelism(pipeline_parallel_degree=2, expert_parallel_degree=2)),
 }
 
 
 def run_config(model: Any, parallelism: Parallelism, num_ranks: int, **sections: Any) -> RunConfig[Any]:
-    data_ranks = num_ranks // parallelism.tensor_parallel_degree
-    training = {"steps": 3, "global_batch_size": 8, "local_batch_size": 8 // data_ranks}
+    # Pipeline stages have as many micro-batches as there are stages.
+    parts = num_ranks // parallelism.tensor_parallel_degree
+    training = {"steps": 3, "global_batch_size": 8, "local_batch_size": 8 // parts}
     lora = {"rank": 3, "alpha": 24.0}
     return replace(tiny_run("unused", model, training=training, lora=lora, **sections), parallelism=parallelism)
 
@@ -66,6 +68,7 @@ def save_alone(config: RunConfig[Any], path: str) -> None:
         (LATENT, "tp2"),
         (LATENT, "tp-ep-etp"),
         (GROUPED, "tp2"),
+        (replace(LATENT, tied_embeddings=True), "pp-ep"),
         *(
             pytest.param(model, layout, marks=pytest.mark.slow)
             for model, layout in [(LATENT, "fsdp2"), (LATENT, "hsdp-ep"), (LATENT, "ep-etp"), (GROUPED, "fsdp4")]
@@ -111,11 +114,13 @@ def fingerprint_on_rank(rank: int, config: RunConfig[Any]) -> str:
 
 
 def test_fingerprint_does_not_depend_on_the_layout(ranks: RankPool) -> None:
-    config = run_config(LATENT, Parallelism(), 1)
+    tied = replace(LATENT, tied_embeddings=True)  # pipeline stages have two copies of it
+    config = run_config(tied, Parallelism(), 1)
     alone = make_trainer(config, World.alone("cpu"), _data(config)).model.state_dict()
-    num_ranks, parallelism = LAYOUTS["tp-ep-etp"]
-    found = ranks.run(fingerprint_on_rank, num_ranks, run_config(LATENT, parallelism, num_ranks))
-    assert set(found) == {fingerprint(alone)}
+    for layout in ("tp-ep-etp", "pp-ep"):
+        num_ranks, parallelism = LAYOUTS[layout]
+        found = ranks.run(fingerprint_on_rank, num_ranks, run_config(tied, parallelism, num_ranks))
+        assert set(found) == {fingerprint(alone)}, layout
     changed = {name: tensor.clone() for name, tensor in alone.items()}
     changed["layers.1.moe.experts.w1_EFD"][3, 5, 7] += 1e-6
     assert fingerprint(changed) != fingerprint(alone)
