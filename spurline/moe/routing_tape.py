@@ -15,11 +15,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from spurline.comm.sequence import SequenceShard
+from spurline.comm.sequence import HeadTailShard, SequenceShard
 from spurline.moe.balance import routers
 
 Ids = npt.NDArray[np.uint16]
 Weights = npt.NDArray[np.float32]
+Positions = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -31,16 +32,24 @@ class Place:
     length: int
     """Positions per sequence."""
     num_shares: int = 1
-    """Number of shares that the positions of a sequence are split into."""
+    """Number of tp ranks that split the positions of their cp rank."""
     share: int = 0
-    """Index of this rank's share."""
+    """Index of this rank among them."""
+    num_contexts: int = 1
+    """Number of cp ranks that split the positions of a sequence."""
+    context: int = 0
+    """Index of this rank among them."""
 
-    def positions(self, layer: str) -> slice:
+    def positions(self, layer: str) -> Positions:
         """This rank's positions in a layer. An MTP module that predicts k tokens ahead has k fewer positions."""
         further = re.match(r"mtp\.(\d+)\.", layer)
-        length = self.length - (int(further[1]) + 1 if further else 0)
-        shard = SequenceShard(length, self.num_shares, self.share)
-        return slice(shard.start, shard.stop)
+        missing = int(further[1]) + 1 if further else 0
+        ranges = [(0, self.length - missing)]
+        if self.num_contexts > 1:
+            ranges = [*HeadTailShard(self.length, self.num_contexts, self.context).shortened(missing).ranges]
+        of_tp_group = np.concatenate([np.arange(start, stop) for start, stop in ranges])
+        shard = SequenceShard(len(of_tp_group), self.num_shares, self.share)
+        return of_tp_group[shard.start : shard.stop]
 
 
 class RoutingTape:

@@ -240,14 +240,21 @@ class TrainingPipeline:
             scale_grads=False,
         )
 
-    def step(self, micro_batches: Sequence[Any], loss_of: Callable[..., Tensor]) -> list[Tensor]:
+    def step(
+        self,
+        micro_batches: Sequence[Any],
+        loss_of: Callable[..., Tensor],
+        announce: Callable[[int], None] | None = None,
+    ) -> list[Tensor]:
         """Forward and backward of all micro-batches; returns their losses, or [] without the last stage.
 
-        loss_of(part, batch, hidden_BlD) calls a stage: the last one returns the loss of a micro-batch.
+        loss_of(part, batch, hidden_BlD) calls a stage: the last one returns the loss of a micro-batch. Before each pass
+        of a stage, `announce` gets the index of its micro-batch.
         """
         assert len(micro_batches) == self.num_micro_batches, f"{len(micro_batches)} micro-batches"
         for stage in self._stages:
             stage.call = lambda part, number, hidden_BlD: loss_of(part, micro_batches[number], hidden_BlD)
+            stage.announce = announce or (lambda number: None)
         number_M = torch.arange(self.num_micro_batches)
         first = (number_M,) if 0 in self.layout.own else ()
         losses: list[Tensor] = []
@@ -273,12 +280,19 @@ class Stage(PipelineStage):
             group=layout.group,
         )
         self.call: Callable[[Any, int, Tensor | None], Tensor] | None = None
+        self.announce: Callable[[int], None] = lambda number: None
         self._phase = phase
 
     def forward_maybe_with_nosync(self, *args: Tensor, number_1: Tensor) -> Tensor:
         assert self.call is not None
+        number = int(number_1)
+        self.announce(number)
         with self._phase("forward"):
-            return self.call(self.submod, int(number_1), None if self.is_first else args[0])
+            return self.call(self.submod, number, None if self.is_first else args[0])
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        self.announce(bwd_chunk_id)
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def backward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         with self._phase("backward"):

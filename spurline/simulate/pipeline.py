@@ -37,7 +37,7 @@ class OwnPipeline:
         self.seconds: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
         """Times of the actions, by kind (F or B) and stage."""
 
-    def step(self, micro_batches: Sequence[Any], loss_of: Callable[..., Tensor]) -> list[Tensor]:
+    def step(self, micro_batches: Sequence[Any], loss_of: Callable[..., Tensor], announce: Any = None) -> list[Tensor]:
         kept: dict[tuple[int, int], tuple[Tensor, Tensor | None]] = {}
         losses: list[Tensor] = []
         for action in self.order:

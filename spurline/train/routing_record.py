@@ -3,6 +3,7 @@
 routing.json                    what was recorded: layers, experts, sizes of the batch
 step-00000001-rank-00000.npz    the decisions of a rank in a step: for each layer the expert ids (sequences, positions,
                                 K), with weights on request; which sequences, and which share of their positions
+                                (numbers and indices of the tp ranks and the cp ranks that split them)
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 from torch import nn
 
 from spurline.config import RunConfig
@@ -66,7 +68,9 @@ class RoutingRecord:
         debug, self.config, self.world = config.debug, config, world
         if config.compile.enable and "model" in config.compile.parts:
             raise ValueError("debug.record_routing and debug.replay_routing need eager blocks: leave out --compile")
-        layers = {name: [r.config.num_experts, r.config.top_k] for name, r in routers(model).items()}
+        own = {name: [r.config.num_experts, r.config.top_k] for name, r in routers(model).items()}
+        # Pipeline stages have different layers.
+        layers = {name: sizes for of_rank in Ranks().gather(lambda: own) for name, sizes in of_rank.items()}
         if not layers:
             raise ValueError("debug.record_routing and debug.replay_routing need a model with experts")
         self.shape = Shape(layers, global_batch_size, config.training.seq_len)
@@ -112,21 +116,26 @@ class RoutingRecord:
         first = ((number - 1) * self.world.data_size + self.world.data_rank) * size
         meshes = self.world.meshes
         share = meshes.tp_mesh.get_local_rank() if meshes is not None and degrees.tp > 1 else 0
-        self.tape.place = Place(tuple(range(first, first + size)), self.shape.seq_len, degrees.tp, share)
+        context = meshes.cp_group.rank() if meshes is not None and degrees.cp > 1 else 0
+        shares = degrees.tp, share, degrees.cp, context
+        self.tape.place = Place(tuple(range(first, first + size)), self.shape.seq_len, *shares)
 
     def _read(self, folder: Path, step: int) -> None:
         self.tape.replayed = read_step(folder, step, self.shape)
 
     def _write(self, folder: Path, step: int) -> None:
+        if not self.tape.ids:  # a pipeline stage without experts
+            return
         arrays: dict[str, Any] = {}
         for kind, noted in (("ids", self.tape.ids), ("weights", self.tape.weights)):
             for layer, parts in noted.items():
                 values = np.concatenate([part for _, part in parts])
                 small = kind == "ids" and self.shape.layers[layer][0] <= 256
                 arrays[f"{kind}/{layer}"] = values.astype(np.uint8) if small else values
-        places = next(iter(self.tape.ids.values()))
-        arrays["sequences"] = np.array([number for place, _ in places for number in place.sequences])
-        arrays["share"] = np.array([places[0][0].num_shares, places[0][0].share])
+        places = [place for place, _ in next(iter(self.tape.ids.values()))]
+        arrays["sequences"] = np.array([number for place in places for number in place.sequences])
+        of_all = places[0]
+        arrays["share"] = np.array([of_all.num_shares, of_all.share, of_all.num_contexts, of_all.context])
         rank = 0 if self.world.meshes is None else self.world.meshes.world_group.rank()
         path = folder / f"step-{step:08d}-rank-{rank:05d}.npz"
         temporary = temporary_name(path)
@@ -151,26 +160,32 @@ def read_step(folder: Path, step: int, shape: Shape) -> dict[str, Ids]:
         try:
             with np.load(path, allow_pickle=False) as arrays:
                 sequences = arrays["sequences"]
-                num_shares, share = map(int, arrays["share"])
-                for layer in shape.layers:
+                place = Place((), shape.seq_len, *_shares(arrays["share"]))
+                for layer, (_, top_k) in shape.layers.items():
+                    if f"ids/{layer}" not in arrays:  # of another pipeline stage
+                        continue
                     ids = arrays[f"ids/{layer}"]
-                    place = Place((), shape.seq_len, num_shares, share).positions(layer)
-                    whole = found.setdefault(
-                        layer, np.zeros((shape.sequences, shape.seq_len, shape.layers[layer][1]), np.uint16)
-                    )
-                    whole[sequences, place] = ids
+                    whole = found.setdefault(layer, np.zeros((shape.sequences, shape.seq_len, top_k), np.uint16))
+                    whole[np.ix_(sequences, place.positions(layer))] = ids
                     filled[layer] += ids.size
         except (OSError, KeyError, IndexError, ValueError, zipfile.BadZipFile) as error:
             raise ValueError(f"{path} is damaged: {error}") from None
-    for layer, whole in found.items():
-        length = Place((), shape.seq_len).positions(layer).stop
-        if filled[layer] != whole[:, :length].size:
+    for layer, (num_experts, top_k) in shape.layers.items():
+        if filled[layer] != shape.sequences * len(Place((), shape.seq_len).positions(layer)) * top_k:
             raise ValueError(
                 f"debug.replay_routing {folder}: the files of step {step} do not cover all tokens of {layer}"
             )
-        if whole.max(initial=0) >= shape.layers[layer][0]:
+        if found[layer].max(initial=0) >= num_experts:
             raise ValueError(f"debug.replay_routing {folder}: step {step} names an expert that {layer} does not have")
     return found
+
+
+def _shares(numbers: npt.NDArray[Any]) -> list[int]:
+    """How many ranks split the positions, and which one this is: of tp, then of cp, which old recordings lack."""
+    tp, share, cp, context = [*map(int, numbers), 1, 0][:4]
+    if not (0 <= share < tp and 0 <= context < cp):
+        raise ValueError(f"its share of the positions is {numbers.tolist()}")
+    return [tp, share, cp, context]
 
 
 def _check(option: str, folder: Path, run: Shape) -> None:

@@ -161,7 +161,9 @@ class Trainer:
             out = self.loss_of(batch, part, hidden_BlD=hidden_BlD)
             return out / num_tokens if part.is_last_stage else out
 
-        losses: list[Tensor] = self.pipeline.step(micro_batches, loss_of)
+        routing = self.routing
+        announce = None if routing is None else (lambda number: routing.micro_batch(number + 1))
+        losses: list[Tensor] = self.pipeline.step(micro_batches, loss_of, announce)
         for loss in losses:
             self.bad_steps.note_micro_batch(loss)
         model.sum_gradients_of_copies()

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from spurline.config import Parallelism, RunConfig
@@ -23,7 +24,9 @@ MODEL = tiny_model(num_mtp_layers=1)
 def config(parallelism: Parallelism, size: int, seed: int = 0, **debug: Any) -> RunConfig[Any]:
     # 15 positions: two ranks have 8 and 7 of them.
     training = {"steps": 2, "seq_len": 15, "global_batch_size": 8, "local_batch_size": size, "seed": seed}
-    return replace(tiny_run("unused", MODEL, training=training, debug=debug), parallelism=parallelism)
+    # Recomputed blocks route again, in a pipeline after the forward passes of other micro-batches.
+    sections = {"training": training, "debug": debug, "activation_checkpoint": {"mode": "full"}}
+    return replace(tiny_run("unused", MODEL, **sections), parallelism=parallelism)
 
 
 def two_steps(world: World, config: RunConfig[Any]) -> list[Any]:
@@ -36,15 +39,27 @@ def on_rank(rank: int, config: RunConfig[Any]) -> list[Any]:
     return two_steps(World(torch.device("cpu"), degrees, build_meshes(degrees, "cpu")), config)
 
 
-def test_recording_of_one_process_is_replayed_on_four_ranks(ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("layout", "files"),
+    [
+        (Parallelism(tensor_parallel_degree=2, expert_parallel_degree=2), 4),
+        (Parallelism(context_parallel_degree=2, tensor_parallel_degree=2), 4),
+        # The first stage is the dense layer and one with experts, or the dense layer alone.
+        (Parallelism(pipeline_parallel_degree=2, context_parallel_degree=2), 4),
+        pytest.param(Parallelism(context_parallel_degree=2, expert_parallel_degree=2), 4, marks=pytest.mark.slow),
+        pytest.param(Parallelism(pipeline_parallel_degree=2, expert_parallel_degree=2), 4, marks=pytest.mark.slow),
+    ],
+)
+def test_recording_of_one_process_is_replayed_on_four_ranks(
+    ranks: RankPool, tmp_path: Path, layout: Parallelism, files: int
+) -> None:
     """On ranks it is recorded again, with other weights: both recordings are the same."""
     first, second = tmp_path / "first", tmp_path / "second"
     loads = two_steps(World.alone("cpu"), config(Parallelism(), 8, record_routing=str(first)))
-    layout = Parallelism(tensor_parallel_degree=2, expert_parallel_degree=2)
     debug = {"replay_routing": str(first), "record_routing": str(second)}
-    for of_rank in ranks.run(on_rank, 4, config(layout, 2, seed=3, **debug)):  # two micro-batches a rank
+    for of_rank in ranks.run(on_rank, 4, config(layout, 2, seed=3, **debug)):  # several micro-batches a rank
         assert of_rank == loads
-    assert len(list(second.glob("step-00000001-rank-*.npz"))) == 4
+    assert len(list(second.glob("step-00000001-rank-*.npz"))) == files
     shape = Shape(**json.loads((first / "routing.json").read_text()))
     for step in (1, 2):
         expected, found = read_step(first, step, shape), read_step(second, step, shape)
