@@ -32,6 +32,8 @@ EP = "--parallelism.expert_parallel_degree 2"
 TP = "--parallelism.tensor_parallel_degree 2"
 ETP = "--parallelism.expert_tensor_parallel_degree 2"
 HSDP = "--parallelism.data_parallel_replicate_degree 2"
+CP = "--parallelism.context_parallel_degree 2"
+PP = "--parallelism.pipeline_parallel_degree 2"
 FORCED = "--debug.moe_force_load_balance"
 
 Start = Callable[..., subprocess.CompletedProcess[str]]
@@ -115,10 +117,41 @@ def test_two_ranks_train_like_one_and_only_the_first_is_heard(start: Start, text
         (4, [EP, TP, ETP, FORCED, "--training.steps 20"]),
         (4, [EP, HSDP, "--training.steps 20"]),
         (4, [EP, TP, COMPILED, "--training.steps 20"]),
+        (4, [EP, PP, "--training.steps 16"]),
+        (4, [EP, CP, "--training.steps 16"]),
     ],
 )
 def test_ranks_train_like_one(start: Start, text: Path, num_ranks: int, more: list[str]) -> None:
     assert_trains_like_one_rank(start, text, num_ranks, *more)
+
+
+def run_until(start: Start, text: Path, folder: Path, num_ranks: int, layout: str, stop_after: int = 0) -> list[Any]:
+    """Runs 16 steps, or continues the run in the folder, up to a step; returns what is the same in every run."""
+    more = [layout, "--training.steps 16 --checkpoint.enable", f"--debug.stop_after {stop_after}"]
+    done = start("./run_train.sh", *options(text, folder, *more), NGPU=str(num_ranks))
+    assert done.returncode == 0, done.stderr
+    keys = ("step", "loss", "grad_norm", "balance_loss", "expert_load", "tokens_seen")
+    return [{key: record[key] for key in keys} for record in records_of(folder)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [f"{PP} {EP}", f"{CP} {EP}"])
+def test_a_run_that_stopped_goes_on_bit_for_bit_in_the_same_layout(start: Start, text: Path, layout: str) -> None:
+    whole = run_until(start, text, text.parent / "whole", 4, layout)
+    assert len(run_until(start, text, text.parent / "stopped", 4, layout, stop_after=8)) == 8
+    assert run_until(start, text, text.parent / "stopped", 4, layout) == whole
+
+
+@pytest.mark.slow
+def test_a_run_in_stages_goes_on_without_them_on_fewer_ranks(start: Start, text: Path) -> None:
+    """4 ranks with pp 2 and ep 2, then 2 ranks with ep 2, then 1 rank."""
+    changing = text.parent / "changing"
+    for num_ranks, layout, stop_after in ((4, f"{PP} {EP}", 5), (2, EP, 11), (1, "", 0)):
+        found = run_until(start, text, changing, num_ranks, layout, stop_after)
+    alone = run_until(start, text, text.parent / "alone", 1, "")
+    assert [record["step"] for record in found] == list(range(1, 17))
+    for record, expected in zip(found, alone, strict=True):
+        assert record["loss"] == pytest.approx(expected["loss"], rel=1e-5 if record["step"] == 1 else 1e-3)
 
 
 BAD = f"{TP.replace('2', '3')} {ETP} --training.seq_len 2 --model.moe.top_k 9"
