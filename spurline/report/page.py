@@ -10,7 +10,7 @@ from typing import Any
 
 from spurline.report.charts import draw_curves, draw_heat, draw_time
 from spurline.report.read import Record, Run
-from spurline.report.summary import numbers, summary
+from spurline.report.summary import layout, numbers, summary
 from spurline.report.thin import stretches
 from spurline.version import __version__
 
@@ -71,10 +71,10 @@ def make_page(runs: list[Run], version: str = "") -> str:
 
 
 def _about(runs: list[Run]) -> Iterator[str]:
-    """For each run, its name (if there are several) and model, and its summary."""
+    """For each run, its name (if there are several), model and layout, and its summary."""
     for run in runs:
         known = ", ".join(str(name) for key in ("module", "config") if (name := run.config.get(key)))
-        if about := " · ".join(filter(None, [run.name if len(runs) > 1 else "", known])):
+        if about := " · ".join(filter(None, [run.name if len(runs) > 1 else "", known, layout(run)])):
             yield f'<p class="soft">{escape(about)}</p>'
         yield summary(run)
 

@@ -10,6 +10,27 @@ import numpy as np
 from spurline.report.read import Record, Run
 
 LATELY = 20  # the current speed is the median of this many records
+DEGREES = {
+    "pipeline_parallel_degree": "pp",
+    "data_parallel_replicate_degree": "dp_replicate",
+    "data_parallel_shard_degree": "dp_shard",
+    "context_parallel_degree": "cp",
+    "tensor_parallel_degree": "tp",
+    "expert_parallel_degree": "ep",
+    "expert_tensor_parallel_degree": "etp",
+}
+
+
+def layout(run: Run) -> str:
+    """The ranks of a run and the degrees that its options name, such as `4 ranks (pp 2, ep 2)`; "" for one rank."""
+    environment, parallelism = run.config.get("environment"), run.config.get("parallelism")
+    ranks = environment.get("ranks") if isinstance(environment, dict) else None
+    if type(ranks) is not int or ranks < 2:
+        return ""
+    given = parallelism if isinstance(parallelism, dict) else {}
+    degrees = [(name, given.get(option)) for option, name in DEGREES.items()]
+    shown = ", ".join(f"{name} {degree}" for name, degree in degrees if type(degree) is int and degree > 1)
+    return f"{ranks:,} ranks ({shown})" if shown else f"{ranks:,} ranks"
 
 
 def summary(run: Run) -> str:

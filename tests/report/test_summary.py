@@ -26,6 +26,19 @@ def summary_of(folder: Path) -> str:
     return re.sub("<[^>]*>", "", found)
 
 
+def test_the_layout_of_ranks_is_above_it(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", {"loss": 1.0})
+    config = json.loads((run / "config.json").read_text())
+    degrees = {"pipeline_parallel_degree": 2, "context_parallel_degree": 2, "tensor_parallel_degree": 1}
+    config |= {"environment": {"ranks": 8}, "parallelism": {**degrees, "data_parallel_shard_degree": -1}}
+    for parallelism, told in ((config["parallelism"], " (pp 2, cp 2)"), ({}, ""), ("hostile", "")):
+        (run / "config.json").write_text(json.dumps(config | {"parallelism": parallelism}))
+        assert f'<p class="soft">m, c · 8 ranks{told}</p>' in make_page([read_run(run, "run")])
+    for environment in ({"ranks": 1}, {"ranks": "8"}, {}, 3):
+        (run / "config.json").write_text(json.dumps(config | {"environment": environment}))
+        assert '<p class="soft">m, c</p>' in make_page([read_run(run, "run")])
+
+
 def test_a_run_that_ended_early_is_stopped(tmp_path: Path) -> None:
     run = write_run(
         tmp_path / "run", {"loss": 5.5}, {"loss": 1.25, "bits_per_byte": 1.8034, "tokens_per_second": 12345.0}
