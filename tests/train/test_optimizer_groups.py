@@ -183,6 +183,11 @@ def test_frozen_parameters_are_in_no_group() -> None:
     assert {id(p) for p in grouped} == {id(p) for p in model["a"].parameters()}
     with pytest.raises(ConfigError, match=r"b\.\* matches no trainable parameter"):
         parameter_groups(model, Optimizer(groups=("b.* lr_factor=2",)))
+    # A rule that freezes what is frozen already, as with --preset finetune and adapters, asks for what is so.
+    (group, _) = parameter_groups(model, Optimizer(groups=("b.* lr_factor=0",)))
+    assert group["lr_factor"] == 1
+    with pytest.raises(ConfigError, match=r"c\.\* matches no trainable parameter"):
+        parameter_groups(model, Optimizer(groups=("c.* lr_factor=0",)))
 
 
 def test_rules_on_a_command_line() -> None:

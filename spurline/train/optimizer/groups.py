@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -37,12 +36,14 @@ def parameter_groups(model: nn.Module, config: Optimizer) -> list[dict[str, Any]
     members: dict[Kind, dict[str, Tensor]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            position = next((i for i, rule in enumerate(rules) if rule.matches(name)), len(rules))
+            position = _first_match(rules, name)
             optimizer = rules[position].optimizer if position < len(rules) else None
             kind = Kind(position, optimizer or ("muon" if parameter in hidden else "adamw"), parameter.ndim < 2)
             members.setdefault(kind, {})[name] = parameter
-    if not isinstance(model, PipelinedModel) and (problems := _problems(rules, members)):
-        raise ConfigError(problems)
+    if not isinstance(model, PipelinedModel):
+        is_trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+        if problems := _problems(rules, members, is_trained):
+            raise ConfigError(problems)
     members = members or {Kind(len(rules), "adamw", False): {}}  # a pipeline stage may be frozen as a whole
     no_rule = ParameterRule(text="", pattern="")
     return [
@@ -82,18 +83,25 @@ def _options(kind: Kind, rule: ParameterRule, config: Optimizer) -> dict[str, An
     return options | {"lr": config.lr * options["lr_factor"]}
 
 
-def _problems(rules: tuple[ParameterRule, ...], members: dict[Kind, dict[str, Tensor]]) -> list[str]:
+def _first_match(rules: tuple[ParameterRule, ...], name: str) -> int:
+    """The position of the first rule that matches; without one, the number of rules."""
+    return next((i for i, rule in enumerate(rules) if rule.matches(name)), len(rules))
+
+
+def _problems(
+    rules: tuple[ParameterRule, ...], members: dict[Kind, dict[str, Tensor]], is_trained: dict[str, bool]
+) -> list[str]:
     """What is wrong with rules now that the parameters are known."""
-    every_name = [name for of_kind in members.values() for name in of_kind]
-    num_taken = Counter(kind.rule for kind in members)
+    trained = [name for name in is_trained if is_trained[name]]
+    taken = {_first_match(rules, name) for name in trained}
     found = []
     for position, rule in enumerate(rules):
         about = f"optimizer.groups {rule.text!r}:"
-        if not num_taken[position]:
-            if any(map(rule.matches, every_name)):
+        if position not in taken:
+            if any(map(rule.matches, trained)):
                 found.append(f"{about} rules before it match all that {rule.pattern} matches; the first match counts")
-            else:
-                hint = names_near(rule.pattern, every_name)
+            elif rule.lr_factor != 0 or not any(map(rule.matches, is_trained)):  # what is frozen has no rate anyway
+                hint = names_near(rule.pattern, trained)
                 found.append(f"{about} {rule.pattern} matches no trainable parameter{hint}")
         for kind, of_kind in sorted(members.items()):
             if kind.rule == position:
