@@ -18,9 +18,10 @@ class Lora:
     targets: tuple[str, ...] = ("*.attention.*|*.feed_forward.*|*.experts.*|*.shared_experts.*",)
     """Name patterns of the weights that get adapters: "*.attention.w[qv].weight" "*.experts.*" ..."""
     base: str = ""
-    """Run folder of the base model, whose weights are loaded; checkpoints hold only the adapters."""
+    """Folder with the weights of the base model: of Hugging Face, a run's, or one checkpoint; the run's own checkpoints
+    hold only the adapters. Without --module and --config, the model is that of the folder."""
     base_step: int = -1
-    """Step of the base model's checkpoint (-1: the newest)."""
+    """Step of the base run's checkpoint (-1: the newest)."""
 
     def problems(self) -> list[str]:
         found = at_least(self, rank=0, base_step=-1)
@@ -29,7 +30,7 @@ class Lora:
         if self.rank > 0 and not self.targets:
             found.append("targets must name at least one weight")
         if self.rank > 0 and not self.base:
-            found.append("base is missing: give the run folder of the model to adapt")
+            found.append("base is missing: give the folder of the model to adapt, of a run or of Hugging Face")
         if self.rank == 0 and self.base:
             found.append("base needs rank above 0")
         return found

@@ -62,7 +62,7 @@ class RunConfig(Generic[M]):
                 " --compile.components loss, or dispatcher 'local' or 'capacity'"
             )
         if self.lora.rank and self.checkpoint.initial_load_path:
-            found.append("checkpoint.initial_load_path is not for runs with adapters: lora.base names their weights")
+            found.append("checkpoint.initial_load_path is not for runs with adapters: give the folder as lora.base")
         if self.checkpoint.keep_best and not (self.metrics.validation_batches and self.data.validation_fraction):
             found.append(
                 "checkpoint.keep_best needs a validation loss: set metrics.validation_batches and"

@@ -87,6 +87,15 @@ def copy_tokenizer(source: Path, target: Path) -> list[str]:
     return names
 
 
+def import_tokenizer(source: Path, run_folder: Path) -> list[str]:
+    """Copy the tokenizer files of a folder, and its config.json, into a new run folder; returns the tokenizer files."""
+    target = run_folder / TOKENIZER_FOLDER
+    target.mkdir()
+    if (source / "config.json").is_file():
+        shutil.copyfile(source / "config.json", target / "config.json")
+    return copy_tokenizer(source, target)
+
+
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
     """A temporary folder that becomes `out` at the end; errors leave nothing behind, OSErrors become ValueErrors."""

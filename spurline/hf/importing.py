@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
@@ -15,11 +14,11 @@ from torch import Tensor
 from spurline import config_io
 from spurline.hf.accounting import account, target_dtype
 from spurline.hf.families import run_config_like_a_preset
-from spurline.hf.folder import TOKENIZER_FOLDER, copy_tokenizer, find_tensors, new_folder
+from spurline.hf.folder import TOKENIZER_FOLDER, find_tensors, import_tokenizer, new_folder
 from spurline.hf.quantized import AnyStored, dequantized
 from spurline.hf.safetensors_file import FLOATS
 from spurline.hf.settings import read_folder_model
-from spurline.hf.slots import assemble
+from spurline.hf.slots import dtype_of, read_slot
 from spurline.hf.verify import compare_logits
 from spurline.models.common.hf import Slot
 from spurline.train.checkpoint.manager import CheckpointManager
@@ -44,10 +43,7 @@ def import_folder(
     family, preset, run_config = run_config_like_a_preset(architecture, model, f"{out}", max_length)
 
     with new_folder(out) as folder:
-        tokenizer = folder / TOKENIZER_FOLDER
-        tokenizer.mkdir()
-        copied = copy_tokenizer(source, tokenizer)
-        shutil.copyfile(source / "config.json", tokenizer / "config.json")
+        copied = import_tokenizer(source, folder)
         if "tokenizer.json" in copied:
             run_config = replace(run_config, data=replace(run_config.data, tokenizer=f"{out / TOKENIZER_FOLDER}"))
         # So that a run started from this config, in its own folder, begins with these weights.
@@ -83,13 +79,7 @@ def write_checkpoint(
 
 
 def _like(slot: Slot, stored: Mapping[str, AnyStored], dtype: torch.dtype | None) -> Tensor:
-    own = FLOATS[stored[slot.pieces[0].name].dtype] if slot.pieces else torch.float32
-    return torch.empty(slot.shape, dtype=target_dtype(slot.name, own, dtype), device="meta")
-
-
-def read_slot(slot: Slot, stored: Mapping[str, AnyStored], dtype: torch.dtype) -> Tensor:
-    """Assemble one of our tensors from its stored pieces."""
-    return assemble(slot, dtype, lambda target, name, start: stored[name].read_into(target, start))
+    return torch.empty(slot.shape, dtype=target_dtype(slot.name, dtype_of(slot, stored), dtype), device="meta")
 
 
 def _size(slots: list[Slot], stored: Mapping[str, AnyStored]) -> str:

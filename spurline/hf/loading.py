@@ -21,7 +21,9 @@ from spurline.config_io import ConfigError
 from spurline.hf.accounting import account
 from spurline.hf.folder import find_tensors
 from spurline.hf.quantized import AnyStored, dequantized
-from spurline.hf.settings import model_differences, read_folder_model
+from spurline.hf.settings import mismatch, read_folder_model
+from spurline.hf.slots import dtype_of, read_slot
+from spurline.lora.adapters import is_adapter
 from spurline.models.common.hf import Piece, Slot
 
 CHUNK_ELEMENTS = 2**21
@@ -37,13 +39,8 @@ class FolderWeights:
         `compare_copies`: also read tensors that are stored twice and check that they are equal.
         """
         their_config, self.architecture, their_model = read_folder_model(folder)
-        if differences := model_differences(their_model, model):
-            raise ConfigError(
-                [
-                    f"checkpoint.initial_load_path {folder} is of another model: {'; '.join(differences)}."
-                    " Omit --module, --config and these options to take the model from the folder"
-                ]
-            )
+        if why := mismatch(their_model, model):
+            raise ConfigError([f"{folder} {why}"])
         with_mtp = {"num_mtp_layers": model.num_mtp_layers} if hasattr(model, "num_mtp_layers") else {}
         whole = replace(their_model, **with_mtp)
         self._stored = dequantized(find_tensors(folder), their_config, f"{folder}")
@@ -56,10 +53,18 @@ class FolderWeights:
     def num_tensors(self) -> int:
         return len({piece.name for slot in self._slots.values() for piece in slot.pieces})
 
+    def layout(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each of our tensors, by name."""
+        return {name: (slot.shape, dtype_of(slot, self._stored)) for name, slot in self._slots.items()}
+
+    def read(self, name: str) -> Tensor:
+        """One of our tensors as a whole, in float32: quantized values are not rounded."""
+        return read_slot(self._slots[name], self._stored, torch.float32)
+
     @torch.no_grad()
     def load(self, model: nn.Module) -> None:
-        """Fill this rank's shard of every parameter and persistent buffer."""
-        tensors = model.state_dict(keep_vars=True)
+        """Fill this rank's shard of every parameter and persistent buffer, except adapters."""
+        tensors = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if not is_adapter(name)}
         if unknown := sorted(tensors.keys() - self._slots.keys()):
             raise ValueError(f"the model has {unknown[0]}, and a Hugging Face folder can't have it")
         for name, tensor in tensors.items():

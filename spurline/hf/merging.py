@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,25 +14,55 @@ from spurline import config_io
 from spurline.config import Job, Lora, RunConfig
 from spurline.config_io import ConfigError
 from spurline.hf.accounting import target_dtype
-from spurline.hf.folder import TOKENIZER_FOLDER, new_folder
+from spurline.hf.folder import TOKENIZER_FOLDER, import_tokenizer, new_folder
+from spurline.hf.loading import FolderWeights
 from spurline.lora.adapters import A, B, LowRank
-from spurline.run_folders import find_run
-from spurline.train.base_model import base_problems, base_step, check_base
+from spurline.train.base_model import Base, base_problems, check_base, described, find_base
 from spurline.train.checkpoint.fingerprint import fingerprint_by_name
 from spurline.train.checkpoint.manager import CheckpointManager
 from spurline.train.checkpoint.reader import StoredCheckpoint
 
 
 @dataclass(frozen=True)
+class BaseWeights:
+    """The tensors of a base model by name, of a run or of a Hugging Face folder."""
+
+    at: Base
+    layout: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    """Shape and dtype of each."""
+    read: Callable[[str], Tensor]
+
+    def fingerprint(self) -> str:
+        shapes = {f"model.{name}": shape for name, (shape, _) in self.layout.items()}
+        return fingerprint_by_name(shapes, lambda name: self.read(name.removeprefix("model.")))
+
+    @property
+    def tokenizer(self) -> Path:
+        """The folder with the tokenizer of an imported model, which need not exist."""
+        return self.at.folder if self.at.is_hugging_face else self.at.folder / TOKENIZER_FOLDER
+
+
+def open_base(config: RunConfig[Any]) -> BaseWeights:
+    base = find_base(config)
+    if base.step is None:
+        weights = FolderWeights(base.folder, config.model)
+        return BaseWeights(base, weights.layout(), weights.read)
+    stored = CheckpointManager(base.folder, interval=1, keep_latest_k=0).open(base.step)
+    entries = {name: entry for name, entry in stored.layout.tensors.items() if name.startswith("model.")}
+    layout = {name.removeprefix("model."): (entry.shape, entry.dtype) for name, entry in entries.items()}
+    return BaseWeights(base, layout, lambda name: stored.read_tensor(f"model.{name}"))
+
+
+@dataclass(frozen=True)
 class AdaptedRun:
-    """A run with adapters: its config, its checkpoint and its base model's checkpoint."""
+    """A run with adapters: its config, its checkpoint and the weights of its base model."""
 
     family: str
     preset: str
     config: RunConfig[Any]
     step: int
     adapters: StoredCheckpoint
-    base: StoredCheckpoint
+    base: BaseWeights
 
     @property
     def scale(self) -> float:
@@ -49,11 +79,11 @@ class AdaptedRun:
         return a, b
 
     def weight(self, name: str) -> Tensor:
-        """A tensor of the base model, merged with its adapter if it has one, in the base model's dtype."""
-        tensor = self.base.read_tensor(f"model.{name}")
+        """A tensor of the base model; if it has an adapter, merged with it in float32."""
+        tensor = self.base.read(name)
         if f"model.{name}{A}" not in self.adapters.layout.tensors:
             return tensor
-        return LowRank(tensor.float(), *self.adapter(name), self.scale).sum().to(tensor.dtype)
+        return LowRank(tensor.float(), *self.adapter(name), self.scale).sum()
 
 
 def open_adapted_run(run: Path, step: int | None = None, sign_key: bytes | None = None) -> AdaptedRun:
@@ -67,12 +97,8 @@ def open_adapted_run(run: Path, step: int | None = None, sign_key: bytes | None 
     step = checkpoints.latest() if step is None else step
     if step is None:
         raise ValueError(f"{checkpoints.folder} has no complete checkpoint: train with --checkpoint.enable")
-    adapters, of_base = checkpoints.open(step), base_step(config)
-    base = CheckpointManager(find_run(config.lora.base), interval=1, keep_latest_k=0).open(of_base)
-    shapes = {name: entry.shape for name, entry in base.layout.tensors.items() if name.startswith("model.")}
-    of_weights = fingerprint_by_name(shapes, base.read_tensor)
-    now = {"base": {"folder": config.lora.base, "step": of_base, "fingerprint": of_weights}}
-    check_base(adapters.extra, now, f"{run}, step {step}")
+    adapters, base = checkpoints.open(step), open_base(config)
+    check_base(adapters.extra, described(config, base.at, base.fingerprint()), f"{run}, step {step}")
     return AdaptedRun(family, preset, config, step, adapters, base)
 
 
@@ -81,22 +107,16 @@ def merge_run(
 ) -> list[str]:
     """Write the run folder `out` with the merged weights as its checkpoint of step 0; returns messages for the user."""
     adapted = open_adapted_run(run, step, sign_key)
-    names = [name.removeprefix("model.") for name in adapted.base.layout.tensors if name.startswith("model.")]
-    stored = adapted.base.layout.tensors
     tensors = {
-        name: torch.empty(
-            stored[f"model.{name}"].shape,
-            dtype=target_dtype(name, stored[f"model.{name}"].dtype, dtype),
-            device="meta",
-        )
-        for name in names
+        name: torch.empty(shape, dtype=target_dtype(name, own, dtype), device="meta")
+        for name, (shape, own) in adapted.base.layout.items()
     }
     config = replace(adapted.config, lora=Lora(), job=Job(dump_folder=f"{out}"))
     config = replace(config, checkpoint=replace(config.checkpoint, enable=True, initial_load_path=f"{out}"))
-    tokenizer = find_run(adapted.config.lora.base) / TOKENIZER_FOLDER
+    tokenizer = adapted.base.tokenizer
     with new_folder(out) as folder:
         if tokenizer.is_dir():
-            shutil.copytree(tokenizer, folder / TOKENIZER_FOLDER)
+            import_tokenizer(tokenizer, folder)
             if Path(config.data.tokenizer).resolve() == tokenizer.resolve():
                 config = replace(config, data=replace(config.data, tokenizer=f"{out / TOKENIZER_FOLDER}"))
         config_io.save(folder / "config.json", adapted.family, adapted.preset, config)
@@ -105,6 +125,6 @@ def merge_run(
         )
     num_adapted = len(adapted.adapted_names())
     return [
-        f"step {adapted.step}: {num_adapted} of {len(names)} tensors had adapters",
+        f"step {adapted.step}: {num_adapted} of {len(tensors)} tensors had adapters",
         f"run folder: {out}, its weights are the checkpoint of step 0",
     ]

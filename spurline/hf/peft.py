@@ -47,13 +47,15 @@ def export_adapters(
 ) -> list[str]:
     """Write the folder `out` for `peft.PeftModel.from_pretrained`; returns messages for the user.
 
-    `base_model` is the model to load that the config names. Raises a ValueError, and writes nothing, if an adapter has
-    no counterpart in the `transformers` model.
+    `base_model` is the model to load that the config names (default: the Hugging Face folder of lora.base). Raises a
+    ValueError, and writes nothing, if an adapter has no counterpart in the `transformers` model.
     """
     adapted = open_adapted_run(run, step, sign_key)
     names = adapted.adapted_names()
     left_out = [name for name in names if name.startswith("mtp.")]
     adapters = collect(adapted, [name for name in names if not name.startswith("mtp.")])
+    if adapted.base.at.is_hugging_face:
+        base_model = base_model or adapted.config.lora.base
     config = adapter_config(adapted, adapters, base_model)
     with new_folder(out) as folder:
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

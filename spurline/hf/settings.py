@@ -61,14 +61,22 @@ def run_config_for(folder: Path, out: str) -> tuple[str, str, RunConfig[Any]]:
     return family, preset, run
 
 
-def model_differences(theirs: Any, ours: Any) -> list[str]:
-    """Options that make our model compute something other than the folder's: `model.dim 32 (the folder: 64)`."""
+def mismatch(theirs: Any, ours: Any) -> str:
+    """Why the weights of a folder are not those of our model; empty if they are."""
     if type(theirs) is not type(ours):
-        return [f"the model is a {type(ours).__name__} (the folder: {type(theirs).__name__})"]
-    return _differences(theirs, ours, "")
+        differences = [f"the model is a {type(ours).__name__} (the folder: {type(theirs).__name__})"]
+    else:
+        differences = _differences(theirs, ours, "")
+    if not differences:
+        return ""
+    return (
+        f"is of another model: {'; '.join(differences)}."
+        " Omit --module, --config and these options to take the model from the folder"
+    )
 
 
 def _differences(theirs: Any, ours: Any, prefix: str) -> list[str]:
+    """Options that make our model compute something other than the folder's: `model.dim 32 (the folder: 64)`."""
     found = []
     for field in dataclasses.fields(ours):
         name, own, other = prefix + field.name, getattr(ours, field.name), getattr(theirs, field.name)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
+from spurline.hf.quantized import AnyStored
+from spurline.hf.safetensors_file import FLOATS
 from spurline.models.common.hf import Piece, Slot
 
 Read = Callable[[Tensor, str, int], None]
@@ -27,6 +29,16 @@ def assemble(slot: Slot, dtype: torch.dtype, read: Read) -> Tensor:
             chosen = _chosen(run, piece)
             target.view(chosen.shape).copy_(chosen)
     return tensor
+
+
+def read_slot(slot: Slot, stored: Mapping[str, AnyStored], dtype: torch.dtype) -> Tensor:
+    """Assemble one of our tensors from its stored pieces."""
+    return assemble(slot, dtype, lambda target, name, start: stored[name].read_into(target, start))
+
+
+def dtype_of(slot: Slot, stored: Mapping[str, AnyStored]) -> torch.dtype:
+    """The dtype in which one of our tensors is stored; float32 if they have no such tensor."""
+    return FLOATS[stored[slot.pieces[0].name].dtype] if slot.pieces else torch.float32
 
 
 def place(slot: Slot, number: int, ours: Tensor, theirs: Tensor) -> None:

@@ -125,7 +125,8 @@ class Merge(OfAdapters):
 @dataclass(frozen=True)
 class ToPeft(OfAdapters):
     base_model: Annotated[str, described("NAME")] = ""
-    """The base model to name in adapter_config.json: a folder, or a name on the Hugging Face Hub."""
+    """The base model to name in adapter_config.json: a folder, or a name on the Hugging Face Hub
+    (default: lora.base, if that is a Hugging Face folder)."""
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from spurline.parallel.degrees import degree_problems
 from spurline.remote import is_remote, scheme_problems
 from spurline.run_folders import LATEST, find_run, latest_run
 from spurline.tools.parsing import UserPackage, described, load_user_code, parse, split_options, wants_help
+from spurline.train.base_model import OPTION as LORA_BASE
 from spurline.train.base_model import base_problems
 from spurline.train.checkpoint.folder import CheckpointFolder
 from spurline.train.initial_load import OPTION as INITIAL_LOAD
@@ -112,9 +113,9 @@ def _starting_point(named: dict[str, str], kind: type[C]) -> tuple[C, list[str]]
     if resumed not in ("", LATEST) and not (module or config or file):
         file = str(find_run(resumed) / "config.json")
     general = kind(run_config=_with_folder(RunConfig(model=UnknownModel()), "<config>"))
-    weights = named.get(INITIAL_LOAD, "")
-    if weights and not (module or config or file):
-        return _start_from_weights(weights, general, kind)
+    option = INITIAL_LOAD if named.get(INITIAL_LOAD) else LORA_BASE
+    if named.get(option) and not (module or config or file):
+        return _start_from_weights(named[option], option, general, kind)
     if not file:
         module = module or family_of(config)
         if problems := preset_problems(module, config, prefix="--"):
@@ -163,10 +164,10 @@ def _without_unused_weights(run_config: RunConfig[Any], named: dict[str, str]) -
     return replace(run_config, checkpoint=replace(run_config.checkpoint, initial_load_path=""))
 
 
-def _start_from_weights(path: str, general: C, kind: type[C]) -> tuple[C, list[str]]:
-    """Start from the config of the folder with the initial weights, for a new run in its own folder."""
+def _start_from_weights(path: str, option: str, general: C, kind: type[C]) -> tuple[C, list[str]]:
+    """Start from the config of the folder with the weights that an option names, for a new run in its own folder."""
     try:
-        source = find_source(path)
+        source = find_source(path, option)
         out = f"outputs/{source.name}-tuned"
         if source.run_folder is None:
             module, config, run_config = run_config_for(source.path, "")
@@ -237,7 +238,7 @@ def remote_problems(config: RunConfig[Any]) -> list[str]:
     others = {
         "data.path": data.path,
         "data.tokenizer": data.tokenizer,
-        "lora.base": config.lora.base,
+        LORA_BASE: config.lora.base,
         "debug.record_routing": debug.record_routing,
         "debug.replay_routing": debug.replay_routing,
         INITIAL_LOAD: config.checkpoint.initial_load_path,

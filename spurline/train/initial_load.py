@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from spurline.config import RunConfig
 from spurline.config_io import ConfigError, load
-from spurline.hf.settings import CONFIG, model_differences, read_folder_model, read_json
+from spurline.hf.settings import CONFIG, mismatch, read_folder_model, read_json
 from spurline.run_folders import find_run, is_numbered
 from spurline.train.checkpoint.folder import CheckpointFolder
 from spurline.train.checkpoint.record import RECORD
@@ -18,7 +18,7 @@ OPTION = "checkpoint.initial_load_path"
 
 @dataclass(frozen=True)
 class WeightSource:
-    """The folder of checkpoint.initial_load_path, and what it is."""
+    """A folder with weights, and what it is."""
 
     path: Path
     kind: Literal["hugging_face", "checkpoint"]
@@ -33,22 +33,22 @@ class WeightSource:
         return folder.parent.name if is_numbered(folder) else folder.name
 
 
-def find_source(path: str) -> WeightSource:
-    """Identify the folder; a one-line ValueError if no weights can be loaded from it."""
+def find_source(path: str, option: str = OPTION) -> WeightSource:
+    """Identify the folder that an option names; a one-line ValueError if no weights can be loaded from it."""
     folder = find_run(path)
     if not folder.is_dir():
-        raise ValueError(f"{OPTION} {path}: there is no such folder")
+        raise ValueError(f"{option} {path}: there is no such folder")
     if (folder / RECORD).is_file():  # RUN/checkpoints/step-00000100
         steps = {CheckpointFolder(folder.parent.parent).at(step).name: step for step in _steps(folder.parent.parent)}
         if folder.resolve().name not in steps:
-            raise ValueError(f"{OPTION} {path} is not in the folder checkpoints of a run: give one as it was written")
+            raise ValueError(f"{option} {path} is not in the folder checkpoints of a run: give one as it was written")
         return WeightSource(folder, "checkpoint", folder.parent.parent, steps[folder.resolve().name])
     if steps_of_run := _steps(folder):
         return WeightSource(folder, "checkpoint", folder, steps_of_run[-1])
     if not (folder / CONFIG).is_file():
-        raise ValueError(f"{OPTION} {path} has no {CONFIG}: give a Hugging Face folder, a run or a checkpoint")
+        raise ValueError(f"{option} {path} has no {CONFIG}: give a Hugging Face folder, a run or a checkpoint")
     if "module" in read_json(folder / CONFIG):
-        raise ValueError(f"{OPTION} {path} is a run without a complete checkpoint: train it with --checkpoint.enable")
+        raise ValueError(f"{option} {path} is a run without a complete checkpoint: train it with --checkpoint.enable")
     return WeightSource(folder, "hugging_face")
 
 
@@ -79,13 +79,8 @@ def initial_load_problems(config: RunConfig[Any]) -> list[str]:
         return error.problems
     except ValueError as error:
         return [str(error)]
-    differences = model_differences(theirs, config.model) if theirs is not None else []
-    if not differences:
-        return []
-    return [
-        f"{OPTION} {path} is of another model: {'; '.join(differences)}."
-        " Omit --module, --config and these options to take the model from the folder"
-    ]
+    why = mismatch(theirs, config.model) if theirs is not None else ""
+    return [f"{OPTION} {path} {why}"] if why else []
 
 
 def _model_of(source: WeightSource) -> Any:

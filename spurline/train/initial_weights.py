@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from spurline.config_io import ConfigError
 from spurline.hf.loading import FolderWeights
@@ -11,10 +12,12 @@ from spurline.train.checkpoint.finite import non_finite_names
 from spurline.train.checkpoint.manager import CheckpointManager
 from spurline.train.checkpoint.ranks import Ranks
 from spurline.train.checkpoint.signature import read_key
-from spurline.train.checkpoint.state import model_tensors
+from spurline.train.checkpoint.state import base_tensors
 from spurline.train.initial_load import OPTION, WeightSource, find_source
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from spurline.train.trainer import Trainer
 
 _FROM_SCRATCH = 1e-4
@@ -29,7 +32,9 @@ def load_initial_weights(trainer: Trainer) -> list[str]:
     config, ranks = trainer.config, Ranks()
     (source, *_) = ranks.gather(lambda: find_source(config.checkpoint.initial_load_path))
     if source.kind == "hugging_face":
-        lines = _load_folder(trainer, source, ranks)
+        weights = load_folder(trainer.model, config.model, source.path, OPTION)
+        about = f"{weights.architecture.name}, {weights.num_tensors} tensors"
+        lines = [f"weights of {source.path} ({about}); a fresh optimizer, step 0", *weights.left_out]
     else:
         lines = _load_checkpoint(trainer, source)
     if config.optimizer.lr >= _FROM_SCRATCH:
@@ -40,26 +45,25 @@ def load_initial_weights(trainer: Trainer) -> list[str]:
     return lines
 
 
-def _load_folder(trainer: Trainer, source: WeightSource, ranks: Ranks) -> list[str]:
-    opened: list[FolderWeights] = []
+def load_folder(model: nn.Module, model_config: Any, folder: Path, option: str) -> FolderWeights:
+    """Fill the model, except adapters, from the Hugging Face folder that `option` names. All ranks together."""
+    ranks, opened = Ranks(), []
 
     def open_folder() -> None:
         try:
-            opened.append(FolderWeights(source.path, trainer.config.model, compare_copies=ranks.rank == 0))
+            opened.append(FolderWeights(folder, model_config, compare_copies=ranks.rank == 0))
         except ConfigError as error:  # which may have many lines
             more = f"; and {len(error.problems) - 3} more" if len(error.problems) > 3 else ""
-            raise ValueError(f"{OPTION}: {'; '.join(error.problems[:3])}{more}") from None
+            raise ValueError(f"{option}: {'; '.join(error.problems[:3])}{more}") from None
 
     def load() -> list[str]:
-        opened[0].load(trainer.model)
-        return non_finite_names(model_tensors(trainer.model).items())
+        opened[0].load(model)
+        return non_finite_names(base_tensors(model).items())
 
     ranks.gather(open_folder)
     if broken := sorted({name for of_rank in ranks.gather(load) for name in of_rank}):
-        raise ValueError(f"{OPTION} {source.path}: {broken[0]} is not finite")
-    (weights,) = opened
-    about = f"{weights.architecture.name}, {weights.num_tensors} tensors"
-    return [f"weights of {source.path} ({about}); a fresh optimizer, step 0", *weights.left_out]
+        raise ValueError(f"{option} {folder}: {broken[0]} is not finite")
+    return opened[0]
 
 
 def _load_checkpoint(trainer: Trainer, source: WeightSource) -> list[str]:

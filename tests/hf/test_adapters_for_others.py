@@ -1,5 +1,6 @@
 """Adapters of a run in the hands of peft and transformers: the same answers, exported as adapters or merged."""
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -8,11 +9,14 @@ from typing import Any
 import peft
 import pytest
 import torch
-from their_models import load, make
+from safetensors.torch import load_file, save_file
+from test_hf_quantized import quantize_folder
+from their_models import load, make, save
 
 from spurline import config_io
 from spurline.cli import main
-from spurline.config import Job, Lora
+from spurline.config import Job, Lora, RunConfig
+from spurline.hf.settings import run_config_for
 from spurline.lora.adapters import is_adapter
 from spurline.testing.tiny import write_words
 from spurline.tools.generate import load_model
@@ -25,10 +29,17 @@ ALL = Lora().targets
 
 def adapted_run(tmp_path: Path, name: str, targets: tuple[str, ...] = ALL) -> tuple[Path, Path]:
     """A model of theirs, and a run folder of ours with random adapters on it."""
-    theirs, base, run = tmp_path / "theirs", tmp_path / "base", tmp_path / "run"
+    theirs, base = tmp_path / "theirs", tmp_path / "base"
     make(name).save_pretrained(theirs)
     assert main(["convert", "from-hf", str(theirs), str(base)]) == 0
-    family, preset, config = config_io.load(base / "config.json")
+    return theirs, with_adapters(tmp_path, base, *config_io.load(base / "config.json"), targets)
+
+
+def with_adapters(
+    tmp_path: Path, base: Path, family: str, preset: str, config: RunConfig[Any], targets: tuple[str, ...] = ALL
+) -> Path:
+    """A run folder with random adapters on the model of a folder."""
+    run = tmp_path / "run"
     (tmp_path / "text").mkdir()
     config = replace(
         config,
@@ -43,7 +54,7 @@ def adapted_run(tmp_path: Path, name: str, targets: tuple[str, ...] = ALL) -> tu
         torch.nn.init.normal_(parameter, std=0.2)
     CheckpointManager(run, 1, 0).save(5, trainer.model, trainer.optimizer, described)
     config_io.save(run / "config.json", family, preset, config)
-    return theirs, run
+    return run
 
 
 def logits_of(model: Any, tokens_BL: torch.Tensor) -> torch.Tensor:
@@ -86,6 +97,39 @@ def test_peft_and_merged_weights_answer_as_the_run_does(tmp_path: Path, name: st
     torch.testing.assert_close(logits_of(load(tmp_path / "out"), tokens_BL), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["bfloat16", "fp8"])
+def test_a_hugging_face_folder_is_a_base_without_a_conversion(tmp_path: Path, kind: str) -> None:
+    """For peft its folder is the base too; merged in float32, quantized weights are not rounded."""
+    theirs = save(make("deepseek_v3").bfloat16(), tmp_path / "theirs")
+    if kind == "fp8":
+        quantize_folder(theirs, (4, 2))
+    run = with_adapters(tmp_path, theirs, *run_config_for(theirs, ""))
+    tokens_BL = torch.randint(200, (2, 20))
+    expected = logits_of(load_model(run, config_io.load(run / "config.json")[2], None), tokens_BL)
+
+    assert main(["convert", "merge", str(run), str(tmp_path / "merged"), "--dtype", "float32"]) == 0
+    assert main(["convert", "to-hf", str(tmp_path / "merged"), str(tmp_path / "out"), "--verify"]) == 0
+    torch.testing.assert_close(logits_of(load(tmp_path / "out"), tokens_BL), expected, rtol=1e-4, atol=1e-4)
+    assert main(["convert", "merge", str(run), str(tmp_path / "rounded")]) == 0
+    stored = CheckpointManager(tmp_path / "rounded", 1, 0).open(0).layout.tensors
+    assert stored["model.layers.1.moe.experts.w1_EFD"].dtype == torch.bfloat16
+
+    assert main(["convert", "to-peft", str(run), str(tmp_path / "adapter")]) == 0
+    named = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert named == str(theirs)
+    if kind == "bfloat16":
+        with_peft = peft.PeftModel.from_pretrained(load(Path(named)), tmp_path / "adapter")
+        torch.testing.assert_close(logits_of(with_peft, tokens_BL), expected, rtol=1e-4, atol=1e-4)
+
+    # Other weights in the same folder are noticed.
+    tensors = load_file(theirs / "model.safetensors")
+    tensors["model.norm.weight"][3] += 1
+    save_file(tensors, theirs / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"on other weights, {theirs}, than those of {theirs}: choose") as error:
+        load_model(run, config_io.load(run / "config.json")[2], None)
+    assert "\n" not in str(error.value)
+
+
 def test_what_can_not_be_merged_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, run = adapted_run(tmp_path, "qwen3_moe")
     base = tmp_path / "base"
@@ -100,4 +144,4 @@ def test_what_can_not_be_merged_is_one_line(tmp_path: Path, capsys: pytest.Captu
     assert "has adapters and no weights of its own" in says("to-hf", str(run))
     assert "there is no complete checkpoint" in says("merge", str(run), "--step", "4")
     shutil.rmtree(base / "checkpoints" / "step-00000000")
-    assert "has no complete checkpoint" in says("to-peft", str(run))
+    assert "is a run without a complete checkpoint" in says("to-peft", str(run))

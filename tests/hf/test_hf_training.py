@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from spurline.hf.accounting import account
 from spurline.hf.families import find_architecture, read_model_config
 from spurline.hf.folder import find_tensors, read_json
-from spurline.hf.importing import read_slot
 from spurline.hf.quantized import dequantized
+from spurline.hf.slots import read_slot
 from spurline.models.common.cache import KVCache
 from spurline.testing.equivalence import relative_error
 

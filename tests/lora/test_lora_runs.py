@@ -96,9 +96,11 @@ def test_base_that_can_not_be_is_one_line(base: RunConfig[Any], tmp_path: Path) 
         return run_problems(adapted(base, tmp_path / "run", lora=lora))
 
     assert problems() == []
-    assert "not a run folder; import a Hugging Face model" in problems(base=str(tmp_path))[0]
+    assert "has no config.json: give a Hugging Face folder, a run or a checkpoint" in problems(base=str(tmp_path))[0]
     assert "there is no complete checkpoint" in problems(base_step=77)[0]
-    assert problems(base="") == ["lora.base is missing: give the run folder of the model to adapt"]
+    assert problems(base="") == [
+        "lora.base is missing: give the folder of the model to adapt, of a run or of Hugging Face"
+    ]
     assert problems(rank=0) == ["lora.base needs rank above 0"]
     same = adapted(base, Path(base.job.dump_folder))
     assert "adapters need a run folder of their own" in run_problems(same)[0]
