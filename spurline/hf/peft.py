@@ -23,7 +23,7 @@ from spurline.hf.families import architecture_for
 from spurline.hf.folder import new_folder
 from spurline.hf.merging import AdaptedRun, open_adapted_run
 from spurline.hf.safetensors_file import Entry, write_file
-from spurline.models.common.hf import Slot
+from spurline.models.common.hf import IN_MEMORY, Slot
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -89,7 +89,7 @@ def adapter_config(adapted: AdaptedRun, adapters: Adapters, base_model: str) -> 
         "target_modules": adapters.modules,
         "target_parameters": adapters.parameters or None,
         "rank_pattern": {re.escape(name): rank for name, rank in adapters.ranks.items()},
-        "alpha_pattern": {re.escape(name): alpha * rank // lora.rank for name, rank in adapters.ranks.items()},
+        "alpha_pattern": {re.escape(name): alpha * (rank // lora.rank) for name, rank in adapters.ranks.items()},
     }
 
 
@@ -98,8 +98,7 @@ def collect(adapted: AdaptedRun, names: list[str]) -> Adapters:
     model = adapted.config.model
     shapes = model_shapes(model)
     architecture = architecture_for(adapted.family, model)
-    fused = _FusedExperts()
-    slots = {slot.name: slot for slot in architecture.slots({name: shapes[name] for name in names}, fused)}
+    slots = {slot.name: slot for slot in architecture.slots({name: shapes[name] for name in names}, IN_MEMORY)}
     has_experts = getattr(model, "moe", None) is not None
     found = Adapters()
     of_parameter: dict[str, list[str]] = {}
@@ -124,22 +123,6 @@ def collect(adapted: AdaptedRun, names: list[str]) -> Adapters:
                 found.ranks[theirs] = a.shape[1]
             found.tensors |= _pair(_wrapper(theirs, of_parameter), a.flatten(0, 1), b.permute(1, 2, 0).flatten(1))
     return found
-
-
-class _FusedExperts(Mapping[str, Any]):
-    """A stand-in for the tensors of a model in memory: it contains every stacked expert parameter."""
-
-    def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and name.endswith((".experts.gate_up_proj", ".experts.down_proj"))
-
-    def __getitem__(self, name: str) -> Any:
-        raise KeyError(name)
-
-    def __iter__(self) -> Any:
-        return iter(())
-
-    def __len__(self) -> int:
-        return 0
 
 
 def _pair(module: str, a: Tensor, b: Tensor) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ from spurline.cli import main
 from spurline.config import Job, Lora, RunConfig
 from spurline.hf.settings import run_config_for
 from spurline.lora.adapters import is_adapter
+from spurline.testing.params import slow_but
 from spurline.testing.tiny import write_words
 from spurline.tools.generate import load_model
 from spurline.train.base_model import load_base
@@ -44,7 +45,7 @@ def with_adapters(
     config = replace(
         config,
         job=Job(dump_folder=str(run)),
-        lora=Lora(rank=3, alpha=6.0, targets=targets, base=str(base)),
+        lora=Lora(rank=3, alpha=5.2, targets=targets, base=str(base)),
         data=replace(config.data, path=str(write_words(tmp_path / "text")), tokenizer=""),
         training=replace(config.training, dtype="float32"),
     )
@@ -71,16 +72,17 @@ CASES = {
     "mixtral": ALL,
     "gpt_oss": ALL,
     "qwen2_moe": ALL,
+    "qwen2": ALL,
+    "qwen3": ALL,
+    "mistral": ALL,
+    "olmoe": ALL,
+    "glm4_moe": ALL,
+    "deepseek_v2": ALL,
 }
+QUICK = ("qwen3_moe-square-dense-first", "qwen3_moe", "deepseek_v3", "gpt_oss")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] if name in ("llama", "mixtral", "qwen2_moe") else [])
-        for name in CASES
-    ],
-)
+@pytest.mark.parametrize("name", slow_but(QUICK, CASES))
 def test_peft_and_merged_weights_answer_as_the_run_does(tmp_path: Path, name: str) -> None:
     theirs, run = adapted_run(tmp_path, name, CASES[name])
     tokens_BL = torch.randint(200, (2, 20))

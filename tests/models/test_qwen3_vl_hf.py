@@ -3,18 +3,26 @@
 from dataclasses import replace
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from spurline import config_io
+from spurline.config import Lora
 from spurline.config_io import ConfigError, load
 from spurline.data.batch import Images, Spot
 from spurline.data.patches import PATCH_DIM
 from spurline.hf.exporting import export_run
 from spurline.hf.families import architecture_for, find_architecture, read_model_config
 from spurline.hf.importing import import_folder
+from spurline.hf.peft import export_adapters
+from spurline.hf.settings import run_config_for
+from spurline.lora.adapters import is_adapter
+from spurline.lora.attach import attach_adapters
 from spurline.models import family_configs
+from spurline.train.base_model import load_base
 from spurline.train.checkpoint.manager import CheckpointManager
 
 transformers = pytest.importorskip("transformers")
@@ -110,6 +118,12 @@ def test_model_of_transformers_is_read_and_written_back(tmp_path: Path, tied: bo
     export_run(tmp_path / "run", tmp_path / "again")
     again = type(theirs).from_pretrained(tmp_path / "again").eval()
     assert torch.equal(their_logits(again), expected_BLV)
+    saved, written = (load_file(tmp_path / folder / "model.safetensors") for folder in ("theirs", "again"))
+    assert saved.keys() == written.keys()
+    for name, tensor in saved.items():
+        is_transposed = tensor.shape != written[name].shape
+        assert is_transposed <= (".experts." in name)
+        assert torch.equal(written[name].mT if is_transposed else written[name], tensor), name
 
     # What we write is what is published: experts transposed. It comes and goes without a changed bit.
     import_folder(tmp_path / "again", tmp_path / "second")
@@ -120,6 +134,34 @@ def test_model_of_transformers_is_read_and_written_back(tmp_path: Path, tied: bo
     if experts is not None:
         fused = first["model.language_model.layers.1.mlp.experts.gate_up_proj"]
         assert fused.shape == (6, 32, 2 * experts["moe_intermediate_size"])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("experts", [None, EXPERTS], ids=["dense", "moe"])
+def test_adapters_answer_the_same_in_peft(tmp_path: Path, experts) -> None:
+    """On the text model and on the vision encoder; experts are adapted as `transformers` holds them in memory."""
+    folder, run = tmp_path / "theirs", tmp_path / "run"
+    theirs = make_theirs(False, experts)
+    theirs.save_pretrained(folder)
+    family, preset, config = run_config_for(folder, "")
+    config = replace(config, lora=Lora(rank=2, alpha=3.3, base=str(folder)))
+    model = config.model.build().eval()
+    attach_adapters(model, config.lora.rank, config.lora.alpha, config.lora.targets)
+    described = load_base(model, config)
+    adapters = [parameter for name, parameter in model.named_parameters() if is_adapter(name)]
+    assert any(is_adapter(name) for name, _ in model.vision.named_parameters())
+    for parameter in adapters:
+        parameter.normal_(std=0.2)
+    CheckpointManager(run, interval=1, keep_latest_k=0).save(5, model, torch.optim.SGD(adapters), described)
+    config_io.save(run / "config.json", family, preset, config)
+    export_adapters(run, tmp_path / "adapter")
+
+    plain_BLV = their_logits(theirs)
+    peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter")  # in place
+    tokens_BL, images = make_inputs()
+    ours_BLV = model(tokens_BL, images=images)
+    assert (ours_BLV - plain_BLV).abs().max() > 0.1 * plain_BLV.abs().max()
+    torch.testing.assert_close(their_logits(theirs), ours_BLV, rtol=1e-4, atol=1e-4)
 
 
 def test_published_config_is_that_of_the_preset() -> None:

@@ -7,7 +7,7 @@ architecture_for(model), the class that a model is exported as. E experts, F hid
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from math import prod
@@ -20,6 +20,26 @@ Shape = tuple[int, ...]
 Present = Mapping[str, Any]
 """The tensors of a Hugging Face folder by name; each has a `shape`."""
 NO_TENSORS: Present = MappingProxyType({})
+
+
+class _InMemory(Mapping[str, Any]):
+    """See IN_MEMORY."""
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and name.endswith((".experts.gate_up_proj", ".experts.down_proj"))
+
+    def __getitem__(self, name: str) -> Any:
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
+IN_MEMORY: Present = _InMemory()
+"""Stands for the tensors of a model in memory, where `transformers` stacks and fuses all experts of a layer."""
 Names = Mapping[str, str | None]
 """Our name -> theirs, with {layer} for a block's index and {expert} where ours stacks one tensor per expert.
 

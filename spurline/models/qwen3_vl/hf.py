@@ -15,6 +15,7 @@ from typing import Any
 from spurline.data.patch_sizes import FRAMES, MERGE, PATCH_SIZE
 from spurline.models.common.hf import (
     EXPERT_WEIGHT_OF,
+    IN_MEMORY,
     NO_TENSORS,
     Architecture,
     Piece,
@@ -78,7 +79,8 @@ class _WithVision(Architecture):
         num_experts, num_rows, num_columns = shape
         as_in_memory = num_experts, weight.num_parts * num_rows, num_columns
         is_square = as_in_memory[1] == num_columns  # then transformers assumes its in-memory layout
-        if is_square or (fused in present and tuple(present[fused].shape) == as_in_memory):
+        is_in_memory = present is IN_MEMORY
+        if is_square or is_in_memory or (fused in present and tuple(present[fused].shape) == as_in_memory):
             return fused_slot(name, shape, fused, weight)
         first = weight.part * num_rows
         return transposed_slot(name, shape, fused, weight.num_parts, slice(first, first + num_rows))
