@@ -92,19 +92,20 @@ def upcycle(
         ) as folder:
             imported = Path(folder) / "imported"
             messages = [line for line in import_folder(source, imported) if str(imported) not in line]
-            return messages + _upcycle_run(imported, out, recipe, verify, None, None)
-    return _upcycle_run(source, out, recipe, verify, step, sign_key)
+            return messages + _upcycle_run(imported, f"{source}", out, recipe, verify, None, None)
+    return _upcycle_run(source, f"{source}", out, recipe, verify, step, sign_key)
 
 
 def _upcycle_run(
-    run: Path, out: Path, recipe: Recipe, verify: bool, step: int | None, sign_key: bytes | None
+    run: Path, name: str, out: Path, recipe: Recipe, verify: bool, step: int | None, sign_key: bytes | None
 ) -> list[str]:
+    """`name` is the folder as the user knows it."""
     family, _, config = config_io.load(run / "config.json")
     if config.lora.rank:
-        raise ValueError(f"{run} has adapters and no weights of its own: merge them by `spurline convert merge`")
+        raise ValueError(f"{name} has adapters and no weights of its own: merge them by `spurline convert merge`")
     dense = config.model
     if any(dense.moe_of_layer(layer) for layer in range(dense.num_layers)):
-        raise ValueError(f"{run} already has experts: upcycling begins with a dense model")
+        raise ValueError(f"{name} already has experts: upcycling begins with a dense model")
     if problems := recipe.problems(dense.dense_hidden_dim, dense.num_layers):
         raise config_io.ConfigError(problems)
     family, preset, model = sparse_model(family, dense, recipe)

@@ -106,6 +106,13 @@ def test_hugging_face_folder_becomes_one_of_a_sparse_class(tmp_path: Path, name:
     assert relative_error(logits(upcycled), logits(load(theirs))) < 1e-5
 
 
+def test_sparse_folder_is_refused_by_its_own_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    theirs = save(make("qwen3_moe"), tmp_path / "theirs")
+    assert main(f"convert upcycle {theirs} {tmp_path / 'moe'}".split()) == 2
+    assert f"{theirs} already has experts: upcycling begins with a dense model" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [theirs]
+
+
 def test_latent_attention_model_is_upcycled_within_its_family() -> None:
     from spurline.hf.upcycling import Recipe, sparse_model
 
