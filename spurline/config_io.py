@@ -56,6 +56,8 @@ def load(path: str | Path, *, may_be_partial: bool = False) -> tuple[str, str, R
     if not isinstance(content, dict):
         raise ConfigError([f"{path}: a config file must be an object of sections, got {shown(content)}"])
     module, config_name = content.pop("module", ""), content.pop("config", "")
+    if not module and "architectures" in content:
+        raise ConfigError([f"{path} is of a Hugging Face model: `spurline convert from-hf` makes a run folder of it"])
     content.pop(ENVIRONMENT, None)
     if may_be_partial:
         module = module or family_of(config_name)

@@ -147,6 +147,12 @@ def test_names_must_be_of_a_preset(tmp_path, module, config, problem):
     assert found.startswith(problem)
 
 
+def test_config_of_a_hugging_face_folder_says_what_to_do_with_it(tmp_path):
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 32}')
+    with pytest.raises(ConfigError, match=r"config\.json is of a Hugging Face model: `spurline convert from-hf` makes"):
+        load(tmp_path / "config.json")
+
+
 def test_failed_save_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
     saved(tmp_path)
 
