@@ -6,10 +6,12 @@ The task: letters in reverse order and in upper case. Held-out questions are not
 import io
 import json
 import random
+import re
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import peft
 import pytest
 import torch
 import transformers
@@ -90,6 +92,17 @@ def our_answers(run: Path, questions: list[str], capsys: pytest.CaptureFixture[s
     return [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()]
 
 
+def their_answers(model: Any, folder: Path, questions: list[str]) -> list[str]:
+    """Of a model in `transformers`; all questions have as many tokens, so that nothing is padded."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    prompts = tokenizer.apply_chat_template(
+        [[user(text)] for text in questions], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    written = model.generate(**prompts, max_new_tokens=16, do_sample=False)[:, prompts["input_ids"].shape[1] :]
+    answers: list[str] = tokenizer.batch_decode(written, skip_special_tokens=True)
+    return answers
+
+
 def test_held_out_questions_are_answered_exactly(tuned: Tuned, capsys: pytest.CaptureFixture[str]) -> None:
     answers = our_answers(tuned.run, tuned.questions, capsys)
     num_right = sum(answer == right_answer(text) for answer, text in zip(answers, tuned.questions, strict=True))
@@ -101,14 +114,59 @@ def test_the_export_answers_the_same_in_transformers(
 ) -> None:
     assert main(["convert", "to-hf", str(tuned.run), str(tmp_path / "back")]) == 0
     capsys.readouterr()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
-    questions = tuned.questions[:40]  # which all have as many tokens, so that nothing is padded
-    prompts = tokenizer.apply_chat_template(
-        [[user(text)] for text in questions], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    questions = tuned.questions[:40]
+    assert their_answers(model, tmp_path / "back", questions) == our_answers(tuned.run, questions, capsys)
+
+
+@pytest.fixture(scope="module")
+def adapted(tuned: Tuned) -> Tuned:
+    """Adapters on the tuned model, exported: the letters in their own order now."""
+    root = tuned.run.parent
+    assert main(["convert", "to-hf", str(tuned.run), str(root / "base")]) == 0
+    chats = [json.loads(line)["messages"][0]["content"] for line in (root / "chats.jsonl").read_text().splitlines()]
+    write_chats(root / "same_order.jsonl", [{"messages": [user(text), assistant(text.upper())]} for text in chats])
+    options = {
+        "lora.base": root / "base",
+        "lora.rank": 1,
+        "preset": "finetune",
+        "data.kind": "chat",
+        "data.path": root / "same_order.jsonl",
+        "job.dump_folder": root / "adapted",
+        "training.steps": 300,
+        "training.seq_len": 64,
+        "training.local_batch_size": 8,
+        "training.threads": 1,
+        "optimizer.lr": 1e-2,
+        "metrics.log_interval": 20,
+        "metrics.sample_tokens": 8,
+    }
+    printed: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.stdout, "write", lambda text: printed.append(text) or len(text))
+        assert main(["train", *(word for name, value in options.items() for word in (f"--{name}", str(value)))]) == 0
+    return Tuned(root / "adapted", "".join(printed), tuned.questions)
+
+
+def test_adapters_answer_another_kind_of_question_exactly(adapted: Tuned, capsys: pytest.CaptureFixture[str]) -> None:
+    (share,) = re.findall(r"trained: [0-9.]+M parameters \(([0-9.]+)%\)", adapted.out)
+    assert float(share) < 5
+    answers = our_answers(adapted.run, adapted.questions, capsys)
+    num_right = sum(answer == text.upper() for answer, text in zip(answers, adapted.questions, strict=True))
+    assert num_right > 0.95 * NUM_HELD_OUT, f"{num_right} of {NUM_HELD_OUT}"
+
+
+def test_exported_adapters_answer_the_same_in_peft(
+    adapted: Tuned, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["convert", "to-peft", str(adapted.run), str(tmp_path / "adapter")]) == 0
+    capsys.readouterr()
+    base = adapted.run.parent / "base"
+    model = peft.PeftModel.from_pretrained(
+        transformers.AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter"
     )
-    written = model.generate(**prompts, max_new_tokens=16, do_sample=False)[:, prompts["input_ids"].shape[1] :]
-    assert tokenizer.batch_decode(written, skip_special_tokens=True) == our_answers(tuned.run, questions, capsys)
+    questions = adapted.questions[:40]
+    assert their_answers(model, base, questions) == our_answers(adapted.run, questions, capsys)
 
 
 def test_the_run_tells_what_became_of_the_data_and_shows_answers(tuned: Tuned) -> None:
