@@ -6,7 +6,7 @@ import json
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -29,7 +29,7 @@ prefers, and which experts fire together.
 examples
   spurline routing outputs/my_run                        writes outputs/my_run/routing.html
   spurline routing outputs/my_run my_text/ --tokens 100000 --out text.html
-  spurline routing outputs/my_run questions.jsonl --json > routing.json"""
+  spurline routing outputs/my_run questions.jsonl --kind chat --json > routing.json"""
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,8 @@ class Command:
     """Number of tokens to route (default: 32768, or all if there are fewer)."""
     batch_size: Annotated[int, described("N")] = 8
     """Sequences per forward pass (default: 8)."""
+    kind: Annotated[Literal["run", "text", "chat"], described("KIND")] = "run"
+    """How to read DATA: as text or chat (see --data.kind), or as the data of the run was (run, the default)."""
     out: Annotated[str, described("FILE")] = ""
     """Page to write (default: routing.html in the run folder)."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff, described()] = False
@@ -95,6 +97,8 @@ def _show(run: Path, data_path: str, command: Command) -> int:
     section = config.data
     if data_path:  # with the run's tokenizer, even if it came with the run's data
         section = replace(section, path=data_path, weights="", validation_fraction=0.0, tokenizer=_tokenizer(config))
+    if command.kind != "run":
+        section = replace(section, kind=command.kind)
     if problems := check_data(section):
         raise ConfigError(problems)
     data = open_data(section, config.training.seq_len, config.training.seed)

@@ -207,6 +207,18 @@ def test_a_conversation_on_a_terminal(
     assert lines[2:4] == ["(the question is longer than the context of 64 tokens: shorten it)", "D C B A"]
 
 
+def test_routing_of_plain_text_and_of_conversations(
+    tuned: Tuned, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "words.txt").write_text("a b c d " * 20)
+    page = ["--out", str(tmp_path / "page.html")]
+    assert main(["routing", str(tuned.run), str(tuned.run.parent / "chats.jsonl"), "--tokens", "200", *page]) == 0
+    assert main(["routing", str(tuned.run), str(tmp_path / "words.txt"), "--kind", "text", *page]) == 0
+    capsys.readouterr()
+    assert main(["routing", str(tuned.run), str(tmp_path / "words.txt"), *page]) == 2
+    assert "is neither JSONL nor Parquet" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
