@@ -19,6 +19,7 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json"),
 )
+TEMPLATES = "additional_chat_templates/*.jinja"
 
 
 def find_tensors(folder: Path) -> dict[str, Stored]:
@@ -82,7 +83,9 @@ def at_most(problems: list[str], count: int = 10) -> list[str]:
 def copy_tokenizer(source: Path, target: Path) -> list[str]:
     """Copy the tokenizer files that exist, and return their names."""
     names = [name for name in TOKENIZER_FILES if (source / name).is_file()]
+    names += sorted(f"{path.relative_to(source)}" for path in source.glob(TEMPLATES) if path.is_file())
     for name in names:
+        (target / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(source / name, target / name)
     return names
 

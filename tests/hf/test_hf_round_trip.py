@@ -111,6 +111,8 @@ def test_an_output_head_stored_beside_a_tied_embedding_must_be_the_same(tmp_path
 def test_tokenizer_files_and_token_ids_come_along_both_ways(tmp_path):
     source = save(make("llama", bos_token_id=7, eos_token_id=[8, 9]), tmp_path / "theirs")
     files = {"tokenizer.json": '{"a": 1}', "tokenizer_config.json": "{}", "chat_template.jinja": "hello"}
+    files["additional_chat_templates/tool_use.jinja"] = "hello tools"
+    (source / "additional_chat_templates").mkdir()
     for name, text in files.items():
         (source / name).write_text(text)
     (source / "README.md").write_text("not a tokenizer")
