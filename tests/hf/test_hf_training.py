@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from their_models import TRAINED, VOCABULARY, make, save
+from their_models import MODELS, VOCABULARY, make, save
 from torch import Tensor, nn
 
 from spurline.hf.accounting import account
@@ -30,7 +30,7 @@ def read_ours(folder: Path) -> tuple[nn.Module, dict[str, Tensor]]:
     return config.build(), {slot.name: read_slot(slot, stored, torch.float32) for slot in slots}
 
 
-@pytest.mark.parametrize("name", [*TRAINED, "llama-3.1", "deepseek_v2-yarn", "deepseek_v3", "qwen3_moe-dense-anywhere"])
+@pytest.mark.parametrize("name", MODELS)
 def test_loss_and_gradients_of_a_step_and_generation_with_a_cache(name: str, tmp_path: Path) -> None:
     theirs = make(name)
     ours, weights = read_ours(save(theirs, tmp_path / "weights"))

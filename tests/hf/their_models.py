@@ -88,8 +88,7 @@ GLM4 = {
     "routed_scaling_factor": 1.5,
     "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
 }
-# Families of which a step of training is compared too.
-TRAINED = {
+MODELS |= {
     "mistral": ("Mistral", {"head_dim": 12, "sliding_window": 7}),
     "mixtral": ("Mixtral", {"num_local_experts": 8, "num_experts_per_tok": 3, "tie_word_embeddings": True}),
     "mixtral-square-window": (
@@ -139,7 +138,6 @@ TRAINED = {
         {**GLM4, **SQUARE, **GROUPS, "use_qk_norm": True, "n_shared_experts": 2, "tie_word_embeddings": True},
     ),
 }
-MODELS |= TRAINED
 
 
 def make(name: str, **changes: Any) -> nn.Module:
