@@ -3,7 +3,7 @@
 # By default it is a CPU build of the version that the measurements in docs/ were made with. See docs/install.md.
 PYTHON ?= python3
 CPU_WHEELS ?= https://download.pytorch.org/whl/cpu
-TORCH ?= torch==2.13.0
+CPU_TORCH := torch==2.13.0
 MODULE ?= deepseek_v3
 CONFIG ?= deepseek_v3_first
 
@@ -19,10 +19,11 @@ help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
 
 # torch comes first, so that no dependency pulls in another build. Where the index of CPU builds can't be reached, it is
-# the one that pip finds elsewhere; a TORCH of one's own is taken as it is.
-ifeq ($(origin TORCH), file)
-INSTALL_TORCH = $(PIP) --retries 0 --timeout 5 --index-url $(CPU_WHEELS) $(TORCH) 2>/dev/null || \
-    { echo 'no answer from $(CPU_WHEELS): PyTorch from the default index'; $(PIP) $(TORCH); }
+# the one that pip finds elsewhere. A TORCH of one's own is passed on as it is; an empty one counts as none, because
+# Docker sets a build argument that was not given to the empty string.
+ifeq ($(strip $(TORCH)),)
+INSTALL_TORCH = $(PIP) --retries 0 --timeout 5 --index-url $(CPU_WHEELS) $(CPU_TORCH) 2>/dev/null || \
+    { echo 'no answer from $(CPU_WHEELS): PyTorch from the default index'; $(PIP) $(CPU_TORCH); }
 else
 INSTALL_TORCH = $(PIP) $(TORCH)
 endif

@@ -15,11 +15,11 @@ ROOT = Path(__file__).parent.parent
 needs_make = pytest.mark.skipif(not shutil.which("make"), reason="make is not installed")
 
 
-def commands_of(*words: str) -> list[str]:
+def commands_of(*words: str, **variables: str) -> list[str]:
     """What make would run in a new clone."""
     environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "TORCH")}
     command = ["make", "-n", "-B", *words]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, cwd=ROOT, env=environment | variables, capture_output=True, text=True, check=True)
     return done.stdout.splitlines()
 
 
@@ -49,6 +49,14 @@ def test_another_torch_is_taken_as_it_is_said() -> None:
     commands = commands_of("train", "TORCH=torch --index-url https://example.org/whl/x")
     assert ".venv/bin/python -m pip install --quiet torch --index-url https://example.org/whl/x" in commands
     assert not any("whl/cpu" in command for command in commands)
+
+
+@needs_make
+def test_an_image_without_a_choice_of_torch_has_the_cpu_build() -> None:
+    """Docker passes a build argument that nobody gave as an empty variable."""
+    assert "\nARG TORCH=\n" in (ROOT / "Dockerfile").read_text()
+    assert commands_of(".venv/.ready", TORCH="") == commands_of(".venv/.ready")
+    assert commands_of(".venv/.ready", "TORCH=") == commands_of(".venv/.ready")
 
 
 def test_constraints_pin_packages_of_the_project_and_are_what_the_image_is_built_from() -> None:
