@@ -1,5 +1,6 @@
-"""Ctrl-C in a run, as a person types it: once, and twice."""
+"""Ctrl-C in a run, as a person types it: once and twice, on one rank and under `spurline launch`."""
 
+import contextlib
 import json
 import os
 import signal
@@ -31,14 +32,16 @@ def start(tmp_path, monkeypatch):
     write_words(tmp_path / "text")
     started = []
 
-    def run(**variables):
+    def run(*command, **variables):
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **variables}
-        command = [sys.executable, "-m", "spurline", "train", *TINY.split()]
+        command = [sys.executable, "-m", "spurline", *command, *TINY.split()]
         pipe = subprocess.PIPE
-        process = subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True)
+        process = subprocess.Popen(
+            command, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+        )
         started.append(process)
         for line in process.stdout:
-            if line.startswith("step "):
+            if line.removeprefix("[rank0]:").startswith("step "):
                 break
         return process
 
@@ -48,9 +51,14 @@ def start(tmp_path, monkeypatch):
         process.communicate()
 
 
+def press_ctrl_c(process):
+    """As a terminal does: all processes of the group get the signal."""
+    os.killpg(process.pid, signal.SIGINT)
+
+
 def test_once_saves_a_checkpoint_and_ends_with_its_own_exit_code(start, tmp_path, capsys):
-    process = start()
-    process.send_signal(signal.SIGINT)
+    process = start("train")
+    press_ctrl_c(process)
     out, err = process.communicate(timeout=500)
     assert process.returncode == 75, err
     assert err == "\nSIGINT received: saving a checkpoint after this step; again ends at once\n"
@@ -63,11 +71,49 @@ def test_once_saves_a_checkpoint_and_ends_with_its_own_exit_code(start, tmp_path
 
 
 def test_twice_ends_at_once(start):
-    process = start(SPURLINE_FAULTS="slow@save:seconds=1000")
-    process.send_signal(signal.SIGINT)
+    process = start("train", SPURLINE_FAULTS="slow@save:seconds=1000")
+    press_ctrl_c(process)
     assert process.stderr.readline() == "\n"
     assert process.stderr.readline().startswith("SIGINT received: saving a checkpoint")
-    process.send_signal(signal.SIGINT)
+    press_ctrl_c(process)
     _, err = process.communicate(timeout=500)
     assert process.returncode == -signal.SIGINT
     assert "Traceback" not in err
+
+
+def left_in(folder):
+    """The processes that work in a folder, other than this one."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if process.name != str(os.getpid()) and os.readlink(process / "cwd") == str(folder):
+                found.append((process / "cmdline").read_text().replace("\0", " "))
+    return found
+
+
+LAUNCH = ("launch", "--ranks", "2", "--")
+SAVING = "[rank0]:SIGINT received: saving a checkpoint after this step; again ends at once\n"
+
+
+def test_once_under_launch_saves_on_all_ranks_without_a_word_of_torchrun(start, tmp_path):
+    process = start(*LAUNCH)
+    press_ctrl_c(process)
+    out, err = process.communicate(timeout=500)
+    assert (process.returncode, err) == (75, f"[rank0]:\n{SAVING}")
+    run = Path("outputs/deepseek_v3_debugmodel/0001")
+    taken = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"]
+    assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step-{taken:08d}"]
+    assert f"[rank0]:stopped after step {taken} (SIGINT received); resume it by the same command" in out
+    assert left_in(tmp_path) == []
+
+
+def test_twice_under_launch_ends_all_ranks_at_once(start, tmp_path):
+    process = start(*LAUNCH, SPURLINE_FAULTS="slow@save:seconds=1000")
+    press_ctrl_c(process)
+    while (line := process.stderr.readline()) != SAVING:
+        assert line, "it has ended"
+    press_ctrl_c(process)
+    _, err = process.communicate(timeout=500)
+    assert process.returncode == 128 + signal.SIGINT
+    assert "Traceback" not in err
+    assert left_in(tmp_path) == []
