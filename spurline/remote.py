@@ -109,6 +109,13 @@ def scheme_problems(url: str) -> list[str]:
     return []
 
 
+def url_problems(name: str, path: str) -> list[str]:
+    """Report a URL where only a path is allowed: as a path, s3://bucket would be a folder named `s3:`."""
+    if not is_remote(path):
+        return []
+    return [f"{name} {path}: only --checkpoint.folder of a run can be remote: give a path of this machine, or mount it"]
+
+
 def write_probe(folder: RemotePath, name: str) -> None:
     """Write a file and read it back; a one-line ValueError if either is not allowed."""
     try:

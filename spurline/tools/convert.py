@@ -12,6 +12,7 @@ import tyro
 from rich.console import Console
 
 from spurline.config_io import ConfigError
+from spurline.remote import url_problems
 from spurline.run_folders import find_run
 from spurline.spelling import did_you_mean
 from spurline.tools.console import complain
@@ -180,6 +181,8 @@ def main(argv: list[str]) -> int:
     problems += not_understood
     if len(folders) != 2:
         problems.append(f"expected two folders, {first} and OUT, got {' '.join(folders) or 'none'}")
+    else:
+        problems += url_problems(first, folders[0]) + url_problems("OUT", folders[1])
     if isinstance(command, ToHF) and not _num_bytes(command.max_shard_size):
         problems.append(f"--max_shard_size: {command.max_shard_size!r} is not a size such as 5GB or 500MB")
     if problems:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from spurline.config import Data
+from spurline.remote import url_problems
 from spurline.tools.console import complain, human
 from spurline.tools.parsing import described
 from spurline.tools.subcommands import Subcommand, run_subcommand, with_own_options
@@ -123,6 +124,8 @@ def _problems(sources: list[Data], options: Prepare) -> list[str]:
             found.append(str(error))
     if not options.out:
         found.append("--out is missing: give the output folder")
+    elif remote := url_problems("--out", options.out):
+        found += remote
     elif problem := folder_problem(os.path.expanduser(options.out)):
         found.append(f"--out: {problem}")
     return [with_own_options(problem) for problem in dict.fromkeys(found)]

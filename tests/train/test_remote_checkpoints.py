@@ -134,6 +134,22 @@ def test_what_can_not_be_remote_is_refused_by_name(capsys):
     assert os.listdir() == ["text"]
 
 
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        ("data prepare text --out s3://bucket/thing", "--out"),
+        ("convert from-hf somewhere s3://bucket/thing", "OUT"),
+        ("convert to-hf s3://bucket/thing here", "RUN"),
+    ],
+)
+def test_other_commands_take_no_url_for_a_folder(capsys, command, name):
+    assert main(command.split()) == 2
+    err = capsys.readouterr().err
+    assert f": {name} s3://bucket/thing: only --checkpoint.folder of a run can be remote: give a path" in err
+    assert len(err.splitlines()) == 1
+    assert os.listdir() == ["text"], "no folder named s3:"
+
+
 @pytest.fixture
 def s3(tmp_path, monkeypatch):
     """Starts an S3-compatible server with a bucket."""
