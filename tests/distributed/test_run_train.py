@@ -109,7 +109,7 @@ def test_two_ranks_train_like_one_and_only_the_first_is_heard(start: Start, text
         (2, [EP, COMPILED]),
         (2, [EP, COMPILED.replace("aot_eager", "inductor")]),
         (4, [EP, COMPILED]),
-        (4, [EP, TP, COMPILED]),
+        (4, [EP, TP, COMPILED, "--activation_checkpoint.mode selective"]),
         (4, [EP, TP, ETP, COMPILED]),
         (4, [EP, ETP, COMPILED]),
         (4, [EP, COMPILED, FORCED]),
