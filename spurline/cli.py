@@ -11,12 +11,12 @@ from spurline.tools.commands import COMMANDS
 from spurline.version import __version__
 
 START = """\
-Spurline trains mixture-of-experts models, from one CPU to a GPU cluster.
+Spurline trains mixture-of-experts models, on one CPU or on many ranks.
 
 three commands to start with
-  spurline train --config deepseek_v3_debugmodel
+  spurline train --config deepseek_v3_first
                            train a small model on this machine, in two minutes
-  spurline generate outputs/deepseek_v3_debugmodel --prompt "def "
+  spurline generate outputs/deepseek_v3_first --prompt "def "
                            let it write
   spurline runs            list the runs so far
 
@@ -24,7 +24,7 @@ three commands to start with
 `spurline help` all commands."""
 
 HELP = """\
-Spurline trains mixture-of-experts models, from one CPU to a GPU cluster.
+Spurline trains mixture-of-experts models, on one CPU or on many ranks.
 
 usage: spurline COMMAND [options]
 
