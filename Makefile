@@ -88,5 +88,5 @@ release: $(READY)  ## build a wheel and an sdist, check them, and install the wh
 	cd dist && ../.venv-release/bin/spurline configs
 	rm -rf .venv-release
 
-clean:  ## remove the environment and caches; keeps outputs/
-	rm -rf .venv .venv-release dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+clean:  ## remove the environment, caches, and what was built; keeps outputs/
+	rm -rf .venv .venv-release dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
