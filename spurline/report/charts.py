@@ -77,7 +77,7 @@ CHARTS = [
     Chart(
         "loss",
         "Loss",
-        "nats a token",
+        "nats per token",
         [Curve("training", _field("loss")), Curve("validation", _field("validation_loss"), dots=True)],
         noisy=True,
         from_zero=False,
@@ -91,7 +91,7 @@ CHARTS = [
     ),
     Chart("lr", "Learning rate", "", _curve("lr")),
     Chart("grad_norm", "Gradient norm", "before clipping", _curve("grad_norm"), noisy=True),
-    Chart("throughput", "Throughput", "tokens a second", _curve("tokens_per_second"), noisy=True),
+    Chart("throughput", "Throughput", "tokens per second", _curve("tokens_per_second"), noisy=True),
     Chart("mfu", "Use of the device", "% of its peak", _curve("mfu", 100), noisy=True),
     Chart("memory", "Peak memory", "GB", _curve("peak_memory_bytes", 1e-9)),
     Chart("load", "Busiest expert", "times the mean, in the layer where it is most", [Curve("", _busiest)], noisy=True),

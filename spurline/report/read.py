@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from spurline.run_folders import is_numbered
 from spurline.train.folder_lock import is_owned
 from spurline.train.metrics.expert_load_file import EXPERT_LOAD_FILE, ExpertLoads
 from spurline.untrusted import lines, open_regular, parse_json, read_json, reason
@@ -49,14 +50,18 @@ class Run:
 
 
 def read_runs(folders: list[str]) -> list[Run]:
-    """Read the runs in `folders`, named by folder name, or by full path if those are not unique."""
+    """Read the runs in `folders`, named by folder name (a numbered run by its parent too), or by path if not unique."""
     paths = [Path(folder) for folder in folders]
-    names = [path.resolve().name for path in paths]
+    names = [_name(path.resolve()) for path in paths]
     if len(set(names)) < len(names):
         names = [str(path) for path in paths]
     if len(set(names)) < len(names):
         raise ValueError(f"the same run is given twice: {' '.join(folders)}")
     return [read_run(path, name) for path, name in zip(paths, names, strict=True)]
+
+
+def _name(folder: Path) -> str:
+    return f"{folder.parent.name}/{folder.name}" if is_numbered(folder) else folder.name
 
 
 def read_run(folder: Path, name: str) -> Run:

@@ -72,3 +72,11 @@ def test_runs_of_the_same_name_are_told_apart_by_their_path(tmp_path):
     assert [run.name for run in read_runs(list(map(str, folders)))] == list(map(str, folders))
     with pytest.raises(ValueError, match="the same run is given twice"):
         read_runs([str(folders[0]), str(folders[0])])
+
+
+def test_numbered_runs_are_named_with_the_folder_that_counts_them(tmp_path):
+    folders = [tmp_path / "debug" / number for number in ("0001", "0002")]
+    for folder in folders:
+        folder.mkdir(parents=True)
+        (folder / "metrics.jsonl").write_text(json.dumps({"step": 1}) + "\n")
+    assert [run.name for run in read_runs(list(map(str, folders)))] == ["debug/0001", "debug/0002"]
