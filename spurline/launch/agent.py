@@ -58,8 +58,13 @@ class Agent(LocalElasticAgent):
             raise
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """Don't count ranks that stopped on request as failures: end on all nodes, or restart if nodes wait to join."""
+        """Don't count ranks that stopped on request as failures: end on all nodes, or restart if nodes wait to join.
+
+        Ranks that refused to start are not restarted either.
+        """
         result = super()._monitor_workers(worker_group)
+        if any(is_final(failure) for failure in result.failures.values()):
+            self._remaining_restarts = 0
         codes = {failure.exitcode for failure in result.failures.values()} - {-signal.SIGTERM}
         if codes and codes <= STOPPED_CODES:
             others_wait = worker_group.spec.rdzv_handler.num_nodes_waiting() > 0
@@ -147,6 +152,12 @@ def first_failure(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFail
     """The rank that failed first; ranks that lost a peer or were terminated because of it come last."""
     consequences = (ExitCode.LOST_RANK, -signal.SIGTERM)
     return min(failures.items(), key=lambda item: (item[1].exitcode in consequences, item[1].timestamp))
+
+
+def is_final(failure: ProcessFailure) -> bool:
+    """Whether the rank has reported that a restart would fail in the same way."""
+    details = failure.message.get("extraInfo") if isinstance(failure.message, dict) else None
+    return isinstance(details, dict) and details.get("is_final") is True
 
 
 def _tell(rank: int, failure: ProcessFailure, is_shown: bool) -> None:

@@ -99,15 +99,15 @@ def launch(hosts: Hosts, host: str, text: Path, folder: Path, **variables: str) 
     return hosts.start(host, launch_command(text, folder), **variables)
 
 
-def launch_command(text: Path, folder: Path, restarts: int = 3) -> list[str]:
+def launch_command(text: Path, folder: Path) -> list[str]:
     command = [sys.executable, "-m", "spurline", "launch", "--ranks", "2", "--nnodes", "2"]
-    command += ["--restarts", str(restarts), "--rdzv_endpoint", f"{ADDRESS['a']}:29500", "--", *OPTIONS.split()]
+    command += ["--restarts", "3", "--rdzv_endpoint", f"{ADDRESS['a']}:29500", "--", *OPTIONS.split()]
     return [*command, "--data.path", str(text), "--job.dump_folder", str(folder)]
 
 
 def launch_with_own_disk(hosts: Hosts, host: str, text: Path, folder: Path) -> subprocess.Popen[str]:
     """Like `launch`, but with the parent of the run folder on a private disk of the host."""
-    words = shlex.join(launch_command(text, folder, restarts=0))
+    words = shlex.join(launch_command(text, folder))
     mounted = f"mount -t tmpfs none {shlex.quote(str(folder.parent))} && cd / && exec {words}"
     return hosts.start(host, ["unshare", "--mount", "sh", "-c", mounted])
 

@@ -13,10 +13,12 @@ SECONDS_FOR_THE_FIRST_RANK = 10.0
 def complain(prog: str, problems: list[str], code: int = 2) -> int:
     """Print all problems to stderr, one line each; returns the exit code (default: 2, a usage error)."""
     rank = os.environ.get("RANK", "0")
-    if rank != "0":
-        # Under torchrun all ranks usually find the same problems. Rank 0 prints them and exits, and torchrun then
-        # stops the others during this sleep; a rank that is still alive afterwards has a problem of its own.
+    if os.environ.get("LOCAL_RANK", rank) != "0":
+        # Under torchrun all ranks usually find the same problems. The first rank of a node prints them and exits, and
+        # torchrun then stops the others during this sleep; a rank that is still alive afterwards has a problem of its
+        # own.
         time.sleep(SECONDS_FOR_THE_FIRST_RANK)
+    if rank != "0":
         prog = f"{prog}, rank {rank}"
     if len(problems) == 1:
         print(f"{prog}: {problems[0]}", file=sys.stderr)

@@ -16,7 +16,7 @@ from spurline.parallel.degrees import resolve_degrees
 from spurline.parallel.stages import cut_layers, num_stages
 from spurline.tools.console import complain, gib, human, human_flops
 from spurline.tools.options import PROG, resolve
-from spurline.train.exit_codes import ExitCode, exit_code_of
+from spurline.train.exit_codes import ExitCode, RefusedError, exit_code_of
 from spurline.train.launcher import adopt_attempt, die_with_launcher, end_process, is_launched, record_error
 
 
@@ -69,11 +69,11 @@ def run(module: str, config_name: str, run_config: RunConfig[Any]) -> int:
             except OSError as error:  # the run itself is complete
                 print(f"{PROG}: the report was not written: {error.strerror or error}", file=sys.stderr)
     except ConfigError as error:  # problems that only show once the model is built
-        return end_with(error.problems)
+        return end_with(error.problems, is_final=True)
     except ValueError as error:
         if not raised_by_us(error):
             raise
-        return end_with([str(error)], exit_code_of(error))
+        return end_with([str(error)], exit_code_of(error), is_final=isinstance(error, RefusedError))
     except OSError as error:
         where = error.filename or run_config.job.dump_folder
         return end_with([f"{where}: {error.strerror or error}"], exit_code_of(error))
@@ -90,9 +90,9 @@ def run(module: str, config_name: str, run_config: RunConfig[Any]) -> int:
     return code
 
 
-def end_with(problems: list[str], code: int = ExitCode.USAGE) -> int:
+def end_with(problems: list[str], code: int = ExitCode.USAGE, is_final: bool = False) -> int:
     """Print the problems and report them to the launcher; returns the exit code."""
-    record_error("\n".join(problems))
+    record_error("\n".join(problems), is_final=is_final)
     return complain(PROG, problems, code)
 
 

@@ -37,6 +37,10 @@ class RunError(ValueError):
     exit_code = ExitCode.USAGE
 
 
+class RefusedError(RunError):
+    """The run can't start here. A restart would be refused too, so `spurline launch` does not try one."""
+
+
 class DivergedError(RunError):
     exit_code = ExitCode.DIVERGED
 

@@ -47,12 +47,15 @@ def die_with_launcher() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def record_error(line: str, trace: str = "") -> None:
-    """Tell torchrun why this rank ends; it shows the error of the first rank to fail. Later calls change nothing."""
+def record_error(line: str, trace: str = "", is_final: bool = False) -> None:
+    """Tell the launcher why this rank ends; it shows the error of the first rank to fail. Later calls change nothing.
+
+    `is_final`: a restart would fail in the same way.
+    """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
-    details = {"py_callstack": trace or line, "timestamp": str(int(time.time()))}
+    details = {"py_callstack": trace or line, "timestamp": str(int(time.time())), "is_final": is_final}
     with contextlib.suppress(OSError), open(path, "x", encoding="utf-8") as file:
         json.dump({"message": {"message": line, "extraInfo": details}}, file)
 

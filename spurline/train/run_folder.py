@@ -24,7 +24,7 @@ from spurline.parallel.rendezvous import job_of_launcher, name_ranks
 from spurline.run_folders import claim_number, is_run, numbered_runs, set_latest
 from spurline.train.checkpoint.folder import CheckpointFolder
 from spurline.train.checkpoint.ranks import Ranks
-from spurline.train.exit_codes import FolderInUseError
+from spurline.train.exit_codes import FolderInUseError, RefusedError
 from spurline.train.folder_lock import FolderLock
 from spurline.train.launcher import restart_count
 from spurline.train.metrics.jsonl import last_step
@@ -164,7 +164,7 @@ def make_run_folder(folder: Path) -> None:
 
 
 def refuse_unless_shared(folder: Path, ranks: Ranks) -> None:
-    """Raise a ValueError on all ranks if one of them does not see what the first one writes to the folder."""
+    """Raise a RefusedError on all ranks if one of them does not see what the first one writes to the folder."""
     if ranks.size == 1:
         return
     name = f".seen-by-all-{secrets.token_hex(8)}"
@@ -177,7 +177,7 @@ def refuse_unless_shared(folder: Path, ranks: Ranks) -> None:
     blind = [rank for rank, (sees, _, _) in enumerate(seen) if not sees]
     if blind:
         hosts = ", ".join(sorted({seen[rank][1] for rank in blind}))
-        raise ValueError(
+        raise RefusedError(
             f"{name_ranks(blind)} (on {hosts}) can't see the run folder {seen[0][2]} that rank 0 (on"
             f" {seen[0][1]}) has made, or can't write to it: choose a --job.dump_folder on a disk that all nodes share,"
             " and start all ranks in the same working directory"

@@ -114,6 +114,20 @@ def test_ranks_that_were_asked_to_stop_are_not_started_again(run: Run, tmp_path:
     assert capfd.readouterr().err == ""
 
 
+REFUSES = """
+from spurline.train.launcher import record_error
+note(attempt)
+record_error("no shared disk", is_final=True)
+sys.exit(2)
+"""
+
+
+def test_ranks_that_refused_to_start_are_not_started_again(run: Run, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    assert run(REFUSES, restarts=2) == 2
+    assert {*notes(tmp_path, 0), *notes(tmp_path, 1)} == {"0"}
+
+
 SAVES = """
 def stop(*_):
     time.sleep(0.5)

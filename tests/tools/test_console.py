@@ -45,3 +45,11 @@ def test_other_ranks_leave_the_word_to_the_first_and_then_speak_for_themselves(c
     assert complain("spurline train", ["no luck"]) == 2
     assert waited == [10.0]
     assert capsys.readouterr().err == "spurline train, rank 3: no luck\n"
+
+
+def test_first_rank_of_another_node_speaks_at_once(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "8")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("it waited"))
+    assert complain("spurline train", ["no luck"]) == 2
+    assert capsys.readouterr().err == "spurline train, rank 8: no luck\n"
