@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch._dynamo
 from torch import fx
+from torch._dynamo.backends import registry
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 
@@ -57,6 +58,9 @@ class CompiledGraphs:
             self.break_reasons = list(counters["graph_break"])
             self.num_breaks = sum(counters["graph_break"].values())
             torch._dynamo.reset()
+            # So that the next simulation of this process can register its own; torch has no function for it.
+            for names in (registry._BACKENDS, registry._COMPILER_FNS):
+                names.pop(BACKEND, None)
 
     def _compile(self, graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         interpreter = _Interpreter(graph, self)
