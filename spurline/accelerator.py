@@ -5,6 +5,7 @@ On a CPU, a call is complete when it returns, so nothing here has any effect.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -52,12 +53,20 @@ def _is_accelerator(device: torch.device) -> bool:
     return accelerator is not None and accelerator.type == device.type
 
 
+class _Recomputation(threading.local):
+    keeps_host_copies = False
+
+
+recomputation = _Recomputation()
+"""What holds for this thread: while a block is recomputed that kept its copies to the host, they are complete."""
+
+
 class HostCopy:
     """An asynchronous copy of a small tensor to the host, waited for when read. On a CPU, the tensor itself."""
 
     def __init__(self, numbers: Tensor) -> None:
         self._host = numbers.to("cpu", non_blocking=True)  # into pinned memory, from an accelerator
-        self._done = record_event(numbers.device)
+        self._done = None if recomputation.keeps_host_copies else record_event(numbers.device)
 
     def wait(self) -> Tensor:
         """Wait only for the copy, not for work queued after it."""

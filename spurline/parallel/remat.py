@@ -20,6 +20,7 @@ from torch.utils.checkpoint import (
     SAC_IGNORED_OPS,
     CheckpointPolicy,
     SelectiveCheckpointContext,
+    _CachedTorchDispatchMode,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
@@ -29,6 +30,7 @@ import spurline.moe.kernels.cpu.stream
 import spurline.moe.kernels.grouped
 import spurline.moe.kernels.triton.experts
 import spurline.ops.functional  # noqa: F401
+from spurline.accelerator import recomputation
 from spurline.parallel.blocks import blocks_of
 
 _aten = torch.ops.aten
@@ -124,7 +126,23 @@ def _checkpointed(block: nn.Module, policy: Callable[..., CheckpointPolicy], x: 
 
 
 def _selective_contexts(policy: Callable[..., CheckpointPolicy], width: int) -> Any:
-    return create_selective_checkpoint_contexts(partial(policy, width))
+    forward, recompute = create_selective_checkpoint_contexts(partial(policy, width))
+    return forward, _SelectiveRecomputation(None, recompute.storage)
+
+
+class _SelectiveRecomputation(_CachedTorchDispatchMode):
+    """Torch's mode that returns what was saved instead of computing it again.
+
+    Copies to the host are among that: the first pass has waited for them, so the host does not wait again.
+    """
+
+    def __enter__(self) -> Any:
+        recomputation.keeps_host_copies = True
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> Any:
+        recomputation.keeps_host_copies = False
+        return super().__exit__(*exception)
 
 
 def _resend_rows(
