@@ -130,35 +130,49 @@ def kept_weights(done: Simulation) -> list[Allocation]:
 
 def violations(audit: Audit, budget: Budget) -> list[str]:
     """One line for each budget that is exceeded."""
-    done, config = audit.simulation, audit.config
-    found: list[str] = []
-    host = done.trace.host
-    moe = getattr(config.model, "moe", None)
-    allowed = 1 if moe is None else moe.host_reads
-    if budget.host_waits_per_layer is not None:
-        allowed = budget.host_waits_per_layer
-    in_layers: dict[str, list[HostAccess]] = defaultdict(list)
-    for access in waits(host, "forward"):
-        in_layers[part_of(access.place.module)].append(access)
-    # A compiled graph does not record which layer it runs for, so its waits are counted together.
-    num_layers = done.num_moe_layers if config.compile.enable else 1
-    for layer, accesses in sorted(in_layers.items()):
-        limit = allowed * num_layers if layer == "step" else allowed
-        if len(accesses) > limit * done.simulated_micro_batches:
-            found.append(
-                f"{layer}: the host waits {len(accesses)} times in forward, {limit} allowed: {where(accesses)}"
-            )
-    for what, phases, most in (
-        ("a step", ("data", "step", "backward", "optimizer"), budget.host_waits_per_step),
-        ("a log", (LOG,), budget.host_waits_per_log),
+    done = audit.simulation
+    in_layers, outside = waits_by_part(done)
+    found = _layer_violations(done, in_layers, budget)
+    for what, accesses, most in (
+        ("a step", outside, budget.host_waits_per_step),
+        ("a log", waits(done.trace.host, LOG), budget.host_waits_per_log),
     ):
-        accesses = waits(host, *phases)
         if most is not None and len(accesses) > most:
             found.append(f"{what}: the host waits {len(accesses)} times, {most} allowed: {where(accesses)}")
     found += _gather_violations(done, budget) + _kept_violations(done, budget)
-    if config.compile.enable:
+    if audit.config.compile.enable:
         found += _graph_violations(audit, budget)
     return found
+
+
+def waits_by_part(done: Simulation) -> tuple[dict[str, list[HostAccess]], list[HostAccess]]:
+    """Host waits in the forward pass of each MoE layer, and those anywhere else in a step.
+
+    A compiled graph does not record which layer it runs for: all waits of the forward pass are those of "layers".
+    """
+    forward = waits(done.trace.host, "forward")
+    outside = waits(done.trace.host, "data", "step", "backward", "optimizer")
+    if done.config.compile.enable:
+        return {"layers": forward}, outside
+    with_experts = {part_of(path) for path in done.moe_layers}
+    in_layers: dict[str, list[HostAccess]] = defaultdict(list)
+    for access in forward:
+        part = part_of(access.place.module)
+        (in_layers[part] if part in with_experts else outside).append(access)
+    return in_layers, outside
+
+
+def _layer_violations(done: Simulation, in_layers: dict[str, list[HostAccess]], budget: Budget) -> list[str]:
+    allowed, moe = budget.host_waits_per_layer, getattr(done.config.model, "moe", None)
+    if allowed is None:
+        allowed = 0 if moe is None else moe.host_reads
+    num_layers = len(done.moe_layers) if done.config.compile.enable else 1
+    limit = allowed * num_layers
+    return [
+        f"{layer}: the host waits {len(accesses)} times in forward, {limit} allowed: {where(accesses)}"
+        for layer, accesses in sorted(in_layers.items())
+        if len(accesses) > limit * done.simulated_micro_batches
+    ]
 
 
 def _gather_violations(done: Simulation, budget: Budget) -> list[str]:

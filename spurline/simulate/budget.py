@@ -12,7 +12,7 @@ class Budget:
     host_waits_per_layer: int | None = None
     """Times the host waits for the device in the forward pass of one MoE layer (default: 1; 0 with forced balance)."""
     host_waits_per_step: int | None = 0
-    """The same outside layers, in a step that is not logged."""
+    """The same anywhere else in a step that is not logged: other layers, embedding, head, loss, backward, optimizer."""
     host_waits_per_log: int | None = 1
     """The same when a step is logged."""
     gather_dtype_share: float | None = 0.02

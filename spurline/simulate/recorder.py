@@ -226,7 +226,7 @@ class Recorder(TorchDispatchMode):
             if name == "copy_":
                 return args[0].copy_(values)
             return values.to(kwargs.get("dtype") or source.dtype)
-        if to_device and not from_device and source.dim():
+        if to_device and not from_device:
             self._write("copy to the device", blocking)
             result = op(*args, **kwargs)
             if not source.is_floating_point():

@@ -60,7 +60,8 @@ class Simulation:
     """Shapes of parameters: full, and of this rank's shards."""
     float32_bytes: int
     """Bytes of full parameters that stay in float32 whatever the compute dtype: norms and gates."""
-    num_moe_layers: int
+    moe_layers: list[str]
+    """Paths of the MoE layers of this rank."""
     num_micro_batches: int
     """Micro-batches in the step."""
     simulated_micro_batches: int
@@ -121,7 +122,7 @@ def simulate_step(
         graphs=graphs,
         weights=recorder.weights,
         float32_bytes=recorder.float32_bytes,
-        num_moe_layers=recorder.num_moe_layers,
+        moe_layers=recorder.moe_layers,
         num_micro_batches=num_micro_batches,
         simulated_micro_batches=simulated,
         stage_seconds=recorder.stage_seconds,
@@ -156,7 +157,8 @@ class _Simulator(Recorder):
         super().__init__(DEVICE, timeline, groups, self._module, self._experts)
         self.routing, self.degrees = routing, world.degrees
         self.moe = getattr(config.model, "moe", None)
-        self.tracker, self.num_moe_layers = ModuleTracker(nn.Module()), 0
+        self.tracker = ModuleTracker(nn.Module())
+        self.moe_layers: list[str] = []
         self._chosen: dict[tuple[str, int], Tensor] = {}
         self.stage_seconds: dict[tuple[str, int], float] = {}
         self.layers_of_stages: list[tuple[int, int]] = []
@@ -194,7 +196,7 @@ class _Simulator(Recorder):
             for tensor in tensors:
                 self.memory.add(tensor, holder, "", start, "")
         self.weights = {tuple(shape) for p in model.parameters() for shape in (p.shape, _local_shape(p))}
-        self.num_moe_layers = sum(isinstance(module, MoE) for module in model.modules())
+        self.moe_layers = [path for path, module in model.named_modules() if isinstance(module, MoE)]
         exact = [module for module in model.modules() if getattr(module, "keeps_float32", False)]
         self.float32_bytes = 4 * sum(p.numel() for module in exact for p in module.parameters(recurse=False))
         is_compiled = trainer.config.compile.enable and "model" in trainer.config.compile.parts

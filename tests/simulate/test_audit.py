@@ -1,5 +1,6 @@
 """Planted violations are caught and named; and the debug models keep to the budgets."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -9,10 +10,12 @@ import torch
 from torch import Tensor
 
 import spurline.parallel.fsdp
-from spurline.config import Compile, Parallelism, RunConfig, Training
+from spurline.config import ActivationCheckpoint, Compile, Parallelism, RunConfig, Training
 from spurline.hardware import hardware_named
+from spurline.models.common.decoder import Decoder
+from spurline.models.common.feed_forward import FeedForward
 from spurline.moe.layer import MoE
-from spurline.simulate.audit import Audit, audit_step, violations
+from spurline.simulate.audit import Audit, audit_step, violations, waits
 from spurline.simulate.budget import Budget
 from spurline.testing.tiny import tiny_model
 from spurline.train.trainer import Trainer
@@ -27,6 +30,8 @@ CONFIG: RunConfig[Any] = RunConfig(
     parallelism=Parallelism(expert_parallel_degree=4),
 )
 ANYTHING = Budget(100, 100, 100, 1.0, 1 << 40, 100, 100)
+WAITS = replace(ANYTHING, host_waits_per_layer=None, host_waits_per_step=0, host_waits_per_log=1)
+"""The default limits of host waits, and no other."""
 
 
 def audit(config: RunConfig[Any] = CONFIG, ranks: int = 8) -> Audit:
@@ -60,12 +65,22 @@ def read_a_number(x: Tensor, *args: Any) -> None:
     assert x.sum().item() is not None
 
 
+@pytest.mark.parametrize(
+    ("owner", "method"), [(Trainer, "loss_of"), (Decoder, "embed"), (Decoder, "final_norm"), (FeedForward, "forward")]
+)
+def test_an_item_anywhere_else_in_a_step_is_named(monkeypatch: pytest.MonkeyPatch, owner: type, method: str) -> None:
+    """The read that a layer with experts is allowed is not one for the loss, the embedding, or a dense layer."""
+    plant(monkeypatch, owner, method, lambda x, *args: read_a_number(getattr(x, "tokens_BL", x)))
+    (line,) = violations(audit(), WAITS)
+    assert line.startswith("a step: the host waits 1 times, 0 allowed: tests/simulate/test_audit.py:")
+
+
 def test_a_tensor_made_of_a_list_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, Trainer, "accumulate_gradients", lambda *args: make_tensors())
     found = audit()
     accesses = [access for access in found.simulation.trace.host if "test_audit.py" in access.place.line]
     first = make_tensors.__code__.co_firstlineno + 1
-    assert [access.place.line.rpartition(":")[2] for access in accesses] == [str(first), str(first + 1)]
+    assert [access.place.line.rpartition(":")[2] for access in accesses] == [str(first + i) for i in range(3)]
     assert all(access.direction == "write" and access.blocking for access in accesses)
     (line,) = violations(found, replace(ANYTHING, host_waits_per_step=0))
     assert f"tests/simulate/test_audit.py:{first} tensor made of numbers" in line
@@ -74,6 +89,7 @@ def test_a_tensor_made_of_a_list_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 def make_tensors() -> None:
     torch.tensor([1.0, 2.0], device="meta")
     torch.zeros(2, device="meta").new_tensor([1, 2])
+    torch.full((), 2.0).to("meta")
 
 
 def test_gathers_in_another_dtype_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,20 +117,25 @@ def test_weights_that_casts_keep_are_named(monkeypatch: pytest.MonkeyPatch) -> N
     ("ranks", "degrees"),
     [
         (4, {"expert_parallel_degree": 2}),
+        (8, {"expert_parallel_degree": 8}),
         (64, {"expert_parallel_degree": 64}),
         (8, {"expert_parallel_degree": 4, "tensor_parallel_degree": 2}),
         (8, {"expert_parallel_degree": 8, "tensor_parallel_degree": 2, "context_parallel_degree": 2}),
     ],
-    ids=["ep 2", "ep 64", "ep 4, tp 2", "ep 8, tp 2, cp 2"],
+    ids=["ep 2", "ep 8", "ep 64", "ep 4, tp 2", "ep 8, tp 2, cp 2"],
 )
 @pytest.mark.parametrize("is_forced", [False, True])
 def test_one_wait_a_layer_and_none_with_forced_balance(ranks: int, degrees: dict[str, int], is_forced: bool) -> None:
-    model = replace(MODEL, moe=replace(MODEL.moe, num_experts=64, force_load_balance=is_forced))
-    found = audit(replace(CONFIG, model=model, parallelism=Parallelism(**degrees)), ranks)
-    assert violations(found, replace(ANYTHING, host_waits_per_layer=None, gather_dtype_share=0.0)) == []
+    found = audit(spread_over(is_forced, **degrees), ranks)
+    assert violations(found, replace(WAITS, gather_dtype_share=0.0)) == []
     by_layer = {row.name: row.host_waits for row in found.layers}
-    waits = 0 if is_forced else 1
-    assert (by_layer["layers.0"], by_layer["layers.1"], by_layer["layers.2"]) == (0, waits, waits)
+    number = 0 if is_forced else 1
+    assert (by_layer["layers.0"], by_layer["layers.1"], by_layer["layers.2"]) == (0, number, number)
+
+
+def spread_over(is_forced: bool, **degrees: int) -> RunConfig[Any]:
+    model = replace(MODEL, moe=replace(MODEL.moe, num_experts=64, force_load_balance=is_forced))
+    return replace(CONFIG, model=model, parallelism=Parallelism(**degrees))
 
 
 @pytest.mark.parametrize(
@@ -129,6 +150,14 @@ def test_layouts_keep_to_the_default_budget(degrees: dict[str, int]) -> None:
     assert violations(audit(config), Budget()) == []
 
 
+@pytest.mark.parametrize(("mode", "num_waits"), [("selective", 0), ("selective_resend", 0), ("full", 2)])
+def test_only_full_recomputation_reads_counts_again(mode: Any, num_waits: int) -> None:
+    """Selective recomputation keeps the counts of both layers, and does not wait for them in the backward pass."""
+    found = audit(replace(CONFIG, activation_checkpoint=ActivationCheckpoint(mode=mode)))
+    assert len(waits(found.simulation.trace.host, "backward")) == num_waits
+    assert len(violations(found, WAITS)) == (num_waits > 0)
+
+
 @pytest.mark.parametrize(("ranks", "ep"), [(1, 1), (4, 2), (64, 64)])
 def test_fixed_capacity_never_waits(ranks: int, ep: int) -> None:
     moe = replace(MODEL.moe, num_experts=64, dispatcher="capacity", overflow="grow")
@@ -138,10 +167,36 @@ def test_fixed_capacity_never_waits(ranks: int, ep: int) -> None:
     assert sum(row.host_waits for row in found.layers) == 0
 
 
-def test_compiled_blocks_are_audited() -> None:
-    config = replace(CONFIG, model=replace(MODEL, num_layers=2), compile=Compile(enable=True))
-    found = audit(config)
-    assert violations(found, replace(ANYTHING, graph_breaks=0, recompiles=0)) == []
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("ep", "is_forced"),
+    [
+        (2, False),
+        (64, True),
+        *(pytest.param(*case, marks=SLOW) for case in ((8, False), (64, False), (2, True), (8, True))),
+    ],
+)
+def test_compiled_blocks_wait_once_and_never_with_forced_balance(ep: int, is_forced: bool) -> None:
+    config = compiled(spread_over(is_forced, expert_parallel_degree=ep))
+    # Rows of every length are a multiple of the experts: with forced balance other numbers are another graph.
+    found = audit(replace(config, training=replace(config.training, local_batch_size=8)), ranks=ep)
+    assert violations(found, replace(WAITS, graph_breaks=0, recompiles=0)) == []
+    assert sum(row.host_waits for row in found.layers) == (0 if is_forced else 1)
     first, second, third = found.graphs_by_length
     assert first > 0 == third
     assert second <= first
+
+
+def compiled(config: RunConfig[Any]) -> RunConfig[Any]:
+    return replace(config, model=replace(config.model, num_layers=2), compile=Compile(enable=True))
+
+
+@pytest.mark.slow
+def test_an_item_inside_a_graph_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = MoE._forward
+    monkeypatch.setattr(MoE, "_forward", lambda self, x, *args: forward(self, x * x.sum().item(), *args))
+    (line,) = violations(audit(compiled(CONFIG)), WAITS)
+    assert line.startswith("layers: the host waits 2 times in forward, 1 allowed: ")
+    assert re.search(r"tests/simulate/test_audit\.py:\d+ item\(\)", line)
