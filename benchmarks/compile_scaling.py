@@ -89,6 +89,8 @@ def main() -> None:
             process = multiprocessing.get_context("spawn").Process(target=measure, args=(args, ranks, layers))
             process.start()
             process.join()
+            if process.exitcode:
+                raise SystemExit(process.exitcode)
 
 
 if __name__ == "__main__":

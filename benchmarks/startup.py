@@ -124,6 +124,8 @@ def main() -> None:
         )
         process.start()
         process.join()
+        if process.exitcode:
+            raise SystemExit(process.exitcode)
 
 
 if __name__ == "__main__":
