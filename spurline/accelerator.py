@@ -53,6 +53,11 @@ def _is_accelerator(device: torch.device) -> bool:
     return accelerator is not None and accelerator.type == device.type
 
 
+def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a small host tensor to a device, without waiting for the work that is queued there."""
+    return (tensor.pin_memory() if _is_accelerator(device) else tensor).to(device, non_blocking=True)
+
+
 class _Recomputation(threading.local):
     keeps_host_copies = False
 

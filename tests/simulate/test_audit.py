@@ -12,6 +12,7 @@ from torch import Tensor
 import spurline.parallel.fsdp
 from spurline.config import ActivationCheckpoint, Compile, Parallelism, RunConfig, Training
 from spurline.hardware import hardware_named
+from spurline.models import family_configs, family_names
 from spurline.models.common.decoder import Decoder
 from spurline.models.common.feed_forward import FeedForward
 from spurline.moe.layer import MoE
@@ -156,6 +157,17 @@ def test_only_full_recomputation_reads_counts_again(mode: Any, num_waits: int) -
     found = audit(replace(CONFIG, activation_checkpoint=ActivationCheckpoint(mode=mode)))
     assert len(waits(found.simulation.trace.host, "backward")) == num_waits
     assert len(violations(found, WAITS)) == (num_waits > 0)
+
+
+DEBUG = {name: make for family in family_names() for name, make in family_configs(family).items() if "debug" in name}
+
+
+@pytest.mark.parametrize("name", DEBUG)
+def test_debug_models_keep_to_the_default_budget(name: str) -> None:
+    config = DEBUG[name]()
+    ep = 4 if hasattr(config.model, "moe") else 1
+    training, parallelism = replace(config.training, dtype="bfloat16"), Parallelism(expert_parallel_degree=ep)
+    assert violations(audit(replace(config, training=training, parallelism=parallelism)), Budget()) == []
 
 
 @pytest.mark.parametrize(("ranks", "ep"), [(1, 1), (4, 2), (64, 64)])

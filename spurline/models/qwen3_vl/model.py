@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from spurline.accelerator import copy_to_device
 from spurline.comm.sequence import HeadTailShard, SequenceShard
 from spurline.data.batch import Images, Spot
 from spurline.models.common.cache import KVCache
@@ -75,7 +76,8 @@ class Qwen3VL(Qwen3):
             return super().hidden_states(tokens_BL, cache, hidden_BlD, images=images, **extras)
         context = self.block_context(tokens_BL, cache, images=images, **extras)
         position_M, feature_M = (
-            part.to(tokens_BL.device) for part in self._own_features(images.spots, tokens_BL, context.shard)
+            copy_to_device(part, tokens_BL.device)
+            for part in self._own_features(images.spots, tokens_BL, context.shard)
         )
         features_MD, deepstack = self._encode(self.vision, images)
         x_BlD = self.embed(own(tokens_BL, context.shard))
@@ -102,7 +104,7 @@ class Qwen3VL(Qwen3):
         assert cache is None, "a KV cache is for text without pictures"
         assert documents_BL is None, "document ids are for text without pictures"
         context = super().block_context(tokens_BL, shard=shard)
-        position_ABL = sequence_positions(images.spots, *tokens_BL.shape).to(tokens_BL.device)
+        position_ABL = copy_to_device(sequence_positions(images.spots, *tokens_BL.shape), tokens_BL.device)
         if context.shard is not None:
             position_ABL = context.shard.shard(position_ABL, 2)
         return replace(context, rope=self._rope_of_axes(position_ABL))
@@ -129,7 +131,7 @@ class Qwen3VL(Qwen3):
 
     def _rope_of_axes(self, position_ABL: Tensor) -> Rope:
         """Each pair of channels rotates by its time, height or width: (3, B, L) -> two of (B, L, P)."""
-        axis_P = torch.tensor(self.config.pairs_of_axis(), device=position_ABL.device)
+        axis_P = copy_to_device(torch.tensor(self.config.pairs_of_axis()), position_ABL.device)
         is_axis_A11P = (torch.arange(3, device=axis_P.device).unsqueeze(1) == axis_P)[:, None, None]
         cos_ABLP, sin_ABLP = self.rope(position_ABL)
         return (cos_ABLP * is_axis_A11P).sum(0), (sin_ABLP * is_axis_A11P).sum(0)

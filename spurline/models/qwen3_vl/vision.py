@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spurline.accelerator import copy_to_device
 from spurline.data.batch import Spot
 from spurline.data.patch_sizes import MERGE, PATCH_DIM
 from spurline.models.common.init import residual_std
@@ -97,9 +98,9 @@ class VisionEncoder(nn.Module):
     def forward(self, patches_NC: Tensor, spots: Sequence[Spot]) -> tuple[Tensor, list[Tensor]]:
         device = patches_NC.device
         place_N2 = patch_places(spots)
-        points = (part.to(device) for part in table_points(spots, place_N2, self.positions.side))
-        padding = Padding(*(part.to(device) for part in padding_of(spots)))
-        rope = self._rope(place_N2.to(device))
+        points = (copy_to_device(part, device) for part in table_points(spots, place_N2, self.positions.side))
+        padding = Padding(*(copy_to_device(part, device) for part in padding_of(spots)))
+        rope = self._rope(copy_to_device(place_N2, device))
 
         x_NV = self.patch(patches_NC)
         x_NV = x_NV + self.positions(*points).to(x_NV.dtype)
