@@ -20,6 +20,7 @@ SIZES = {"num_experts": 8, "D": 7168, "F": 2048, "num_rows": 4096}
 # The flags with which each kernel needs the most: gathered rows, weights, and both products.
 _FLAGS: dict[str, dict[str, Any]] = {
     "gate_up": {"HAS_TOKEN": True, "BEFORE": False, "AFTER": True, "KEEP": True},
+    "output_rows": {"HAS_TOKEN": False, "TWO": False, "WEIGH": False},
     "rows": {"HAS_TOKEN": True, "TWO": True, "WEIGH": False},
     "weighed_rows": {"HAS_TOKEN": True, "TWO": True, "WEIGH": True},
     "hidden_gradient": {"HAS_TOKEN": True, "AFTER": True, "NEED_HIDDEN": True},
@@ -28,6 +29,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
 }
 KERNELS = tuple(_FLAGS)
 _INTEGERS = ("token", "count", "row", "end")
+_WIDTHS = ("D", "F", "I", "O", "stride_i", "stride_o")
 _SUMS = ("weight", "dweight")
 
 
@@ -41,24 +43,25 @@ class Resources:
 
 
 def resources(
-    kernel: str, architecture: str, dtype: str = "bf16", rows_per_expert: int = 4096, even: bool = True
+    kernel: str, architecture: str, dtype: str = "bf16", rows_per_expert: int = 4096, multiple: int = 64
 ) -> Resources:
-    """Resource usage of a kernel on an architecture; `even`: tiles divide the summed dim."""
+    """Resource usage of a kernel on an architecture, for widths that are multiples of this number: 64, 16 or 1."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     from spurline.moe.kernels.triton import products
 
-    function = getattr(products, f"{kernel.removeprefix('weighed_')}_kernel")
+    function = products.rows_kernel if kernel.endswith("rows") else getattr(products, f"{kernel}_kernel")
     constants = dict(_FLAGS[kernel]) | {"UPCAST": False}
     options = {}
     if kernel == "combine":
         constants["COLUMNS"] = COMBINED_COLUMNS
     else:
-        tile = tile_of(kernel, architecture, DTYPES[dtype], rows_per_expert)
+        name, aligned = "rows" if kernel == "output_rows" else kernel, multiple % 16 == 0
+        tile = tile_of(name, architecture, DTYPES[dtype], rows_per_expert, aligned)
         constants |= {"EXPERTS": 64, "ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth}
-        constants |= {"PRECISION": "ieee"} | ({} if kernel == "outer" else {"EVEN": even})
+        constants |= {"PRECISION": "ieee"} | ({} if kernel == "outer" else {"EVEN": multiple % tile.depth == 0})
         options = {"num_warps": tile.warps, "num_stages": tile.stages}
     names = list(inspect.signature(function.fn).parameters)
     signature, attributes = {}, {}
@@ -69,10 +72,12 @@ def resources(
             signature[name] = "i32"
         else:
             signature[name] = "*i64" if name in _INTEGERS else "*fp32" if name in _SUMS else f"*{dtype}"
-        if signature[name].startswith("*") or (name in ("D", "F", "I", "O", "stride_i") and even):
+        if signature[name].startswith("*") or (name in _WIDTHS and multiple % 16 == 0):
             attributes[(place,)] = [["tt.divisibility", 16]]
-    if kernel.endswith("rows"):  # the gradient of the rows: columns are contiguous
-        constants["stride_o"], signature["stride_o"] = 1, "constexpr"
+    if kernel.endswith("rows"):  # outputs read a matrix by its rows, gradients by its columns
+        stride = "stride_i" if kernel == "output_rows" else "stride_o"
+        constants[stride], signature[stride] = 1, "constexpr"
+        attributes.pop((names.index(stride),), None)
     source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
     compiled = triton.compile(source, target=GPUTarget(*TRITON_TARGETS[architecture]), options=options)
     shared = compiled.metadata.shared

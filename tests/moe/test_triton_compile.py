@@ -6,6 +6,7 @@ from spurline.moe.kernels.triton.tiles import KERNELS, SHARED_MEMORY, tile_of
 
 pytest.importorskip("triton", reason="needs Triton: pip install 'spurline[triton]'")
 
+from spurline.testing.params import slow_but
 from spurline.testing.triton_resources import KERNELS as COMPILED
 from spurline.testing.triton_resources import resources
 
@@ -13,11 +14,11 @@ ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
 MATRIX_INSTRUCTION = {"sm_80": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}
 
 
-def check(kernel: str, architecture: str, dtype: str = "bf16", rows_per_expert: int = 4096, even: bool = True) -> None:
-    found = resources(kernel, architecture, dtype, rows_per_expert, even)
+def check(kernel: str, architecture: str, dtype: str = "bf16", rows_per_expert: int = 4096, multiple: int = 64) -> None:
+    found = resources(kernel, architecture, dtype, rows_per_expert, multiple)
     assert found.spilled_bytes == 0, found
     assert found.shared_bytes <= SHARED_MEMORY[architecture], found
-    if kernel != "combine" and dtype != "fp32" and rows_per_expert > 100:
+    if kernel != "combine" and dtype != "fp32" and rows_per_expert > 100 and multiple >= 16:
         assert found.instructions == (MATRIX_INSTRUCTION[architecture],), found
 
 
@@ -25,6 +26,16 @@ def check(kernel: str, architecture: str, dtype: str = "bf16", rows_per_expert: 
 @pytest.mark.parametrize("kernel", COMPILED)
 def test_no_kernel_spills(kernel: str, architecture: str) -> None:
     check(kernel, architecture)
+
+
+@pytest.mark.parametrize("architecture", slow_but(["sm_80"], ARCHITECTURES))
+@pytest.mark.parametrize("dtype", slow_but(["bf16"], ["bf16", "fp16", "fp32"]))
+@pytest.mark.parametrize("multiple", [16, 1])
+@pytest.mark.parametrize("kernel", [kernel for kernel in COMPILED if kernel != "combine"])
+def test_no_kernel_spills_with_widths_that_tiles_do_not_divide(
+    kernel: str, multiple: int, dtype: str, architecture: str
+) -> None:
+    check(kernel, architecture, dtype, multiple=multiple)
 
 
 @pytest.mark.slow

@@ -36,7 +36,8 @@ class _Launcher:
         self.is_ieee = torch.get_float32_matmul_precision() == "highest"
 
     def tile(self, kernel: str) -> Tile:
-        return tile_of(kernel, self.architecture, self.itemsize, self.num_rows // max(self.num_experts, 1))
+        rows_per_expert, aligned = self.num_rows // max(self.num_experts, 1), not (self.width % 16 or self.hidden % 16)
+        return tile_of(kernel, self.architecture, self.itemsize, rows_per_expert, aligned)
 
     def options(self, tile: Tile, depth: int | None = None) -> dict[str, Any]:
         """The arguments that all matmul kernels take; `depth` is the length of the reduction dim if it is static."""

@@ -47,13 +47,20 @@ _TABLE: dict[str, dict[str, Tile]] = {
     "gfx942": {kernel: Tile(tile.rows, tile.columns, 32, 8, 2) for kernel, tile in _HALF.items()},
 }
 _FLOAT32 = {kernel: Tile(64, 32, 32, 4, 2) for kernel in KERNELS} | {"gate_up": Tile(32, 32, 32, 4, 2)}
+_UNALIGNED = Tile(32, 32, 32, 4, 2)
+"""For widths that are not multiples of 16: elements are loaded one by one, with an address in a register for each."""
 _INTERPRETED = Tile(16, 16, 16, 1, 1)
 
 
-def tile_of(kernel: str, architecture: str, itemsize: int, rows_per_expert: int) -> Tile:
-    """The tile of a kernel for elements of this size; unknown architectures get small tiles."""
+def tile_of(kernel: str, architecture: str, itemsize: int, rows_per_expert: int, aligned: bool = True) -> Tile:
+    """The tile of a kernel for elements of this size; unknown architectures get small tiles.
+
+    aligned: whether the widths are multiples of 16.
+    """
     if architecture == "interpreter":
         return _INTERPRETED
+    if not aligned:
+        return _UNALIGNED
     tile = _FLOAT32[kernel] if itemsize == 4 else _TABLE.get(architecture, _TABLE["sm_86"])[kernel]
     if rows_per_expert > FEW_ROWS or kernel == "outer":  # whose rows are those of the weight matrix
         return tile
