@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import tracemalloc
 
 import pytest
@@ -11,6 +12,7 @@ from spurline.report.read import read_run
 from spurline.train.metrics.expert_load_file import EXPERT_LOAD_FILE, LARGE, ExpertLoads
 from spurline.train.metrics.jsonl import JsonlWriter, drop_lines_after
 from spurline.train.metrics.writers import AllWriters
+from spurline.untrusted import MAX_LINE_BYTES
 
 
 def loads_of(step, num_layers=30, num_experts=200):
@@ -69,6 +71,17 @@ def test_trimming_keeps_the_lines_up_to_the_step(tmp_path, order):
     path.write_text("".join(f'{{"loss": 1, "step": {step}}}\n' for step in order) + '{"step": 1, "lo')
     drop_lines_after(path, 2)
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [s for s in order if s <= 2]
+
+
+def test_a_line_without_end_is_refused_with_the_name_of_the_file(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n')
+    os.truncate(path, MAX_LINE_BYTES + 100)  # zeros, as after a power failure
+    with pytest.raises(ValueError, match=r"metrics\.jsonl is damaged: line 2 is longer than .* Remove that line"):
+        drop_lines_after(path, 1)
+    os.truncate(path, 5000)
+    drop_lines_after(path, 1)
+    assert path.read_bytes() == b'{"step": 1}\n'
 
 
 def test_trimming_and_reading_hold_one_line_at_a_time(tmp_path):

@@ -82,11 +82,14 @@ def drop_lines_after(path: Path, step: int) -> None:
     """
     kept_bytes, last_kept_end, position = 0, 0, 0
     last_kept = b"\n"
-    with open_regular(path) as file:
-        for line in lines(file):
-            position += len(line)
-            if _step_of(line) <= step:
-                kept_bytes, last_kept_end, last_kept = kept_bytes + len(line), position, line
+    try:
+        with open_regular(path) as file:
+            for line in lines(file):
+                position += len(line)
+                if _step_of(line) <= step:
+                    kept_bytes, last_kept_end, last_kept = kept_bytes + len(line), position, line
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}. Remove that line to resume the run") from None
     if kept_bytes == last_kept_end:
         os.truncate(path, kept_bytes)
         if not last_kept.endswith(b"\n"):
