@@ -73,7 +73,8 @@ def read_record(folder: Path | RemotePath, sign_key: bytes | None = None) -> Che
             raise ValueError("its checksum is not that of its content")
         version = content.get("version")
         if type(version) is int and version not in (1, VERSION):
-            raise ValueError(f"it has version {version}, and this Spurline reads versions 1 to {VERSION}")
+            known = f"this Spurline reads versions 1 to {VERSION}"
+            raise ValueError(f"it has version {version}, and {known}: use the one that wrote it")
         record = from_json(CheckpointRecord, content)
         _check(record)
     except OSError as error:
