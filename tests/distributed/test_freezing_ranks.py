@@ -56,25 +56,27 @@ def test_frozen_run_on_ranks_is_that_of_the_reference(
 
 
 @pytest.mark.parametrize(
-    ("frozen", "schedule", "tied"),
+    ("frozen", "schedule", "tied", "num_ranks"),
     [
-        ("first-layers", "1F1B", False),  # all of the first stage, whose output then needs no gradient
-        ("last-layers", "1F1B", False),  # all of the last stage
-        ("part", "ZBV", True),
-        ("all-but-experts", "ZBV", True),  # and with them both copies of the embedding
-        pytest.param("first-layers", "ZBV", False, marks=pytest.mark.slow),
-        pytest.param("last-layers", "ZBV", False, marks=pytest.mark.slow),
-        pytest.param("all-but-experts", "1F1B", True, marks=pytest.mark.slow),
+        ("first-layers", "1F1B", False, 4),  # all of the first stage, whose output then needs no gradient
+        ("last-layers", "1F1B", False, 2),  # all of the last stage
+        ("part", "ZBV", True, 2),
+        ("all-but-experts", "ZBV", True, 2),  # and with them both copies of the embedding
+        pytest.param("first-layers", "ZBV", False, 4, marks=pytest.mark.slow),
+        pytest.param("last-layers", "ZBV", False, 4, marks=pytest.mark.slow),
+        pytest.param("all-but-experts", "1F1B", True, 4, marks=pytest.mark.slow),
     ],
 )
 def test_frozen_run_in_pipeline_stages_is_that_of_the_reference(
-    ranks: RankPool, tmp_path: Path, frozen: str, schedule: Any, tied: bool
+    ranks: RankPool, tmp_path: Path, frozen: str, schedule: Any, tied: bool, num_ranks: int
 ) -> None:
     path = str(tmp_path / "expected.pt")
     changes = {"num_layers": 4, "tied_embeddings": tied}
     save_reference(run_config(Parallelism(), frozen, 1, **changes), path)
-    stages = Parallelism(pipeline_parallel_degree=2, pipeline_parallel_schedule=schedule)
-    for of_rank in ranks.run(measure, 2, run_config(stages, frozen, 4, **changes), path):
+    stages = Parallelism(
+        pipeline_parallel_degree=2, pipeline_parallel_schedule=schedule, expert_parallel_degree=num_ranks // 2
+    )
+    for of_rank in ranks.run(measure, num_ranks, run_config(stages, frozen, 4, **changes), path):
         for errors in of_rank:
             worst = {kind: max(by_name.values(), default=0.0) for kind, by_name in errors.items()}
             assert worst["rows"] == 0
