@@ -35,7 +35,7 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "tensorboard": (("tensorboard",), "TensorBoard event files"),
     "wandb": (("wandb",), "Weights & Biases"),
     "triton": (("triton",), "the experts kernel for NVIDIA's and AMD's accelerators"),
-    "lowprecision": (("torchao",), "float8 and MXFP8 products on accelerators"),
+    "lowprecision": (("torchao",), "float8 and MXFP8 matmuls on accelerators"),
     "remote": (("fsspec", "s3fs"), "checkpoints in object stores"),
     "docs": (("mkdocs-material", "mkdocstrings"), "the documentation site, make docs"),
     "peers": (("transformers", "torchtitan", "triton"), "libraries that spurline bench compares with"),

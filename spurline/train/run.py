@@ -244,7 +244,7 @@ def describe(config_name: str, trainer: Trainer, start: Position, keeps_memory: 
     if converted := converted_layers(trainer.model):
         how = "by torchao" if trainer.device.type != "cpu" and not trainer.config.precision.emulate else "emulated"
         names = ", ".join(f"{name} ({number})" if "*" in name else name for name, number in converted.items())
-        lines.append(f"{trainer.config.precision.recipe} products, {how}, in {sum(converted.values())} layers: {names}")
+        lines.append(f"{trainer.config.precision.recipe} matmuls, {how}, in {sum(converted.values())} layers: {names}")
     if start.step:
         lines.append(f"resuming from the checkpoint of step {start.step}")
     return lines

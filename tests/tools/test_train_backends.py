@@ -1,4 +1,4 @@
-"""`spurline train` with a back end that is not here: one line, before anything starts. And products of 8 bits."""
+"""`spurline train` with a back end that is not here: one line, before anything starts. And 8-bit matmuls."""
 
 import pytest
 
@@ -38,5 +38,5 @@ def test_converted_layers_are_listed_at_start(train, tmp_path) -> None:
     write_words(tmp_path / "text")
     outcome = train(*TINY, "--precision.recipe", "float8", "--precision.layers", "*.experts", "layers.*.attention.wo")
     assert outcome.code == 0, outcome.err
-    (line,) = [line for line in outcome.out.splitlines() if line.startswith("float8 products")]
-    assert line == ("float8 products, emulated, in 7 layers: layers.*.attention.wo (4), layers.*.moe.experts (3)")
+    (line,) = [line for line in outcome.out.splitlines() if line.startswith("float8 matmuls")]
+    assert line == ("float8 matmuls, emulated, in 7 layers: layers.*.attention.wo (4), layers.*.moe.experts (3)")
