@@ -1,20 +1,31 @@
-"""Gradient reduction: which gradient is summed over which ranks, and by what. Decided here and in `parallel/fsdp.py`.
+"""Gradient reduction: which gradient is summed over which ranks, and by what. All rules are listed here.
 
 | weight | its gradient on a rank covers | summed over ranks by |
 | --- | --- | --- |
-| under FSDP2: everything the trainer trains | this rank's tokens | FSDP2, over its mesh |
+| in an FSDP2 unit: all that the trainer trains | this rank's tokens | FSDP2, over the unit's mesh (`sum_in_fsdp`) |
 | replicated over an axis of its DTensor (tp, etp) | this rank's positions or heads | `local`, over that axis |
 | plain, after `parallelize_moe` of a bare layer | this rank's tokens | `sum_over_group`, a hook |
-| sharded over ep or etp: experts | all rows that reached this rank | nothing: it is complete |
+| sharded over ep or etp: experts | all rows that reached this rank | nothing over these axes: it is complete |
+| on the first and last pipeline stage: tied embeddings | its own stage | `PipelinedModel`, after the last backward |
+
+A weight may be in several rows: the gate of a router under FSDP2 with tp is summed by `local` over tp, then by FSDP2
+over the data ranks, which include those of context parallelism. Gradients are summed, never averaged: each rank's loss
+is its part of one mean over all tokens of the step.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from spurline.comm.collectives import all_reduce_gradient, copy_to_group
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 
 def local(weight: Tensor) -> Tensor:
@@ -37,3 +48,18 @@ def sum_over_group(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup)
     for parameter in parameters:
         if parameter.requires_grad:
             parameter.register_hook(lambda gradient: all_reduce_gradient(gradient, group))
+
+
+def sum_in_fsdp(units: Iterable[FSDPModule]) -> None:
+    """Make FSDP2 sum the gradients of these units over their meshes, where its default is the mean."""
+    for unit in units:
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)  # gloo has no AVG or PREMUL_SUM
+
+
+def reduce_gradients(model: nn.Module, enabled: bool) -> None:
+    """Set whether FSDP2 reduces the gradients of the next backward pass or accumulates them locally."""
+    from torch.distributed.fsdp import FSDPModule  # a layer alone does not need it
+
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(enabled)

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from spurline.comm.gradients import sum_in_fsdp
 from spurline.moe.experts.experts import Experts
 from spurline.moe.layout import dim_of
 from spurline.parallel.blocks import blocks_of
@@ -63,8 +64,7 @@ def apply_fsdp(
     """Shard each block, the embedding and the output matrix as a unit of its own, then the rest, in place.
 
     If PyTorch has per-parameter meshes, a block with experts is one unit; otherwise (or with per_param_mesh=False) its
-    experts are a unit of their own, sharded first. Gradients are summed over ranks, not averaged: our losses are
-    already parts of one mean over all tokens.
+    experts are a unit of their own, sharded first. Gradients are summed over ranks (`comm/gradients.py`).
 
     A model whose embedding and output matrix are called as modules returns them from `first_and_last_units()`.
     """
@@ -93,9 +93,7 @@ def apply_fsdp(
         _shard_unit(last, mesh, sharding, sharding.reshards(is_needed_first=True))
     _shard_unit(model, mesh, sharding, sharding.reshards(is_needed_first=True))
     _prefetch([unit for unit in (first, *layers, last) if isinstance(unit, FSDPModule)])
-    for module in fsdp_units(model):
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)  # gloo has no AVG or PREMUL_SUM
+    sum_in_fsdp(fsdp_units(model))
     if layers:
         model.register_forward_hook(partial(_free_without_backward, list(fsdp_units(layers[-1]))))
 
@@ -107,12 +105,6 @@ def fsdp_units(model: nn.Module) -> Iterator[FSDPModule]:
 def has_separate_expert_units(model: nn.Module) -> bool:
     """Whether experts are FSDP units of their own."""
     return any(isinstance(module, Experts) and isinstance(module, FSDPModule) for module in model.modules())
-
-
-def reduce_gradients(model: nn.Module, enabled: bool) -> None:
-    """Set whether the next backward pass reduces gradients over ranks or accumulates locally; no-op without FSDP2."""
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(enabled)
 
 
 def _free_without_backward(kept: list[FSDPModule], *_: Any) -> None:

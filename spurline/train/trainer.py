@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spurline.comm.gradients import reduce_gradients
 from spurline.comm.metrics import reset_metrics
 from spurline.config import RunConfig
 from spurline.data import DataSets
@@ -21,7 +22,6 @@ from spurline.data.batch import Batch
 from spurline.data.prefetch import Prefetcher
 from spurline.device import is_accelerator, use_device
 from spurline.moe.balance import set_token_weight, update_expert_bias
-from spurline.parallel.fsdp import reduce_gradients
 from spurline.parallel.pipeline import PipelinedModel, TrainingPipeline
 from spurline.parallel.world import World
 from spurline.train.bad_steps import BadSteps
