@@ -173,3 +173,28 @@ def test_ranks_that_disagree_on_the_number_of_tokens_are_told_so(ranks: RankPool
         assert "layers.1.moe: dispatcher 'capacity' assumes that every rank has the same number of tokens" in message
     for message in ranks.run(run_unlike, 2, False):
         assert "layers.1.moe: dispatcher 'capacity' has to know how many tokens each rank has" in message
+
+
+def run_twenty_steps(rank: int) -> tuple[int, int, float]:
+    """How many graphs were compiled, how many routings there were, and the worst difference from eager."""
+    mesh = init_device_mesh("cpu", (2,))
+    moe = parallelize_moe(make_layer(dataclasses.replace(CONFIG, check_exchange=False)), mesh)
+    torch._dynamo.utils.counters.clear()
+    run, loads, errors = torch.compile(moe, fullgraph=True, backend="aot_eager"), set(), []
+    for step in range(20):
+        x = make_input(11, 2 * step + rank)[0].requires_grad_()
+        y = run(x)
+        y.sum().backward()
+        loads.add(tuple(moe.router.row_count_E.tolist()))
+        moe.router.row_count_E.zero_()
+        with torch.no_grad():
+            errors.append(relative_error(y, moe(x)))
+        moe.router.row_count_E.zero_()
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"], len(loads), max(errors)
+
+
+def test_twenty_steps_of_changing_routing_are_one_graph_on_ranks(ranks: RankPool) -> None:
+    for num_graphs, num_loads, error in ranks.run(run_twenty_steps, 2, timeout=120):
+        assert num_graphs == 1
+        assert num_loads == 20
+        assert error < 1e-6

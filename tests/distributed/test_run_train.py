@@ -177,6 +177,19 @@ def test_all_problems_are_told_at_once_before_any_rank_starts(start: Start, text
     assert not folder.exists()
 
 
+def test_a_back_end_that_is_not_here_is_told_once_and_nothing_is_written(start: Start, text: Path) -> None:
+    """Only ranks know their device: the first says it, and the launcher adds how it ended."""
+    folder = text.parent / "run"
+    triton = "--training.device cpu --model.moe.experts_backend triton"
+    done = start("./run_train.sh", *options(text, folder, triton), NGPU="2", TRITON_INTERPRET="0")
+    assert done.returncode == 2
+    assert [line.partition(", not on cpu")[0] for line in [*done.stdout.splitlines(), *done.stderr.splitlines()]] == [
+        "[rank0]:spurline train: experts_backend 'triton' runs on NVIDIA's and AMD's accelerators",
+        "spurline launch: rank 0 ended with exit code 2",
+    ]
+    assert not folder.exists()
+
+
 @pytest.mark.parametrize(
     ("bad", "told"),
     [
