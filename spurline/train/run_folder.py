@@ -237,7 +237,9 @@ def how_to_resume(config: RunConfig[Any]) -> str:
 
 
 def own(folder: Path, config: RunConfig[Any], is_restart: bool) -> None:
-    """What the first rank does once this job owns the folder."""
+    """What the first rank does once this job owns the folder; a ValueError if another job has run in it since."""
+    if not is_restart:
+        refuse_other_run(folder, config)
     overwrite(folder, config, is_restart)
     set_latest(folder)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import spurline.train.run as train_run
 from spurline.config import Job
 from spurline.testing import RankPool
 from spurline.testing.tiny import tiny_run, write_words
@@ -72,6 +73,21 @@ def test_a_folder_that_holds_another_run_is_refused_with_two_ways_out(run):
     assert len(Path("run/samples.jsonl").read_text().splitlines()) == 1
     assert len(list(Path("run/tensorboard").iterdir())) == 1
     assert json.loads(Path("run/config.json").read_text())["training"]["seed"] == 1
+
+
+def test_a_run_that_has_ended_while_this_one_was_built_is_kept(run, monkeypatch):
+    make_trainer, kept = train_run.make_trainer, {}
+
+    def make_late(*args, **options):
+        monkeypatch.setattr(train_run, "make_trainer", make_trainer)
+        run(seed=1)
+        kept.update(content("run"))
+        return make_trainer(*args, **options)
+
+    monkeypatch.setattr(train_run, "make_trainer", make_late)
+    with pytest.raises(ValueError, match="dump_folder run holds another run"):
+        run()
+    assert {path: content("run").get(path) for path in kept} == kept
 
 
 def test_with_checkpoints_there_a_run_without_them_is_refused(run):
