@@ -21,6 +21,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.distributed.tensor import DTensor
 
 from spurline.comm.sequence import SequenceShard
+from spurline.lora.adapters import is_adapter
 from spurline.parallel.blocks import blocks_of
 from spurline.parallel.stages import SCHEDULES, cut_layers, num_stages, rank_of_stage, stages_of_rank
 
@@ -81,6 +82,8 @@ class PipelinedModel(nn.Module):
         parameters = list(whole.parameters())
         self.num_parameters = sum(p.numel() for p in parameters if p.requires_grad), sum(p.numel() for p in parameters)
         """The number of trainable and of all parameters of the full model."""
+        self.has_adapters = any(is_adapter(name) for name, _ in whole.named_parameters())
+        """Whether any stage of the full model has adapters."""
         ends = layout.num_stages - 1
         parts = [
             whole.stage(*layout.layers[number], is_first=number == 0, is_last=number == ends)  # type: ignore[operator]

@@ -12,12 +12,14 @@ from spurline.lora.adapters import is_adapter
 from spurline.models.qwen2_moe.configs import Qwen2MoEConfig
 from spurline.moe.config import MoEConfig
 from spurline.parallel.degrees import resolve_degrees
+from spurline.parallel.mesh import build_meshes
 from spurline.parallel.world import World
 from spurline.testing import RankPool
 from spurline.testing.tiny import tiny_model, tiny_run
 from spurline.testing.verification.measure import Errors, _data, measure_cell, take_steps
 from spurline.train.checkpoint.fingerprint import fingerprint
-from spurline.train.trainer import make_trainer
+from spurline.train.checkpoint.state import model_tensors
+from spurline.train.trainer import Trainer, make_trainer
 
 LATENT = tiny_model(moe={"score_func": "sigmoid", "aux_loss": "sequence", "check_exchange": True})
 GROUPED = Qwen2MoEConfig(
@@ -105,12 +107,26 @@ def assert_same(steps: list[Errors]) -> None:
         assert {kind: error for kind, error in worst.items() if error > 1e-4} == {}
 
 
-def fingerprint_on_rank(rank: int, config: RunConfig[Any]) -> str:
-    from spurline.parallel.mesh import build_meshes
+def trainer_on_rank(config: RunConfig[Any], num_ranks: int) -> Trainer:
+    degrees = resolve_degrees(config.parallelism, num_ranks)
+    return make_trainer(config, World(torch.device("cpu"), degrees, build_meshes(degrees, "cpu")), _data(config))
 
-    degrees = resolve_degrees(config.parallelism, 4)
-    trainer = make_trainer(config, World(torch.device("cpu"), degrees, build_meshes(degrees, "cpu")), _data(config))
-    return fingerprint(trainer.model.state_dict())
+
+def fingerprint_on_rank(rank: int, config: RunConfig[Any]) -> str:
+    return fingerprint(trainer_on_rank(config, 4).model.state_dict())
+
+
+def saved_on_rank(rank: int, config: RunConfig[Any]) -> list[str]:
+    return sorted(model_tensors(trainer_on_rank(config, 2).model))
+
+
+def test_stage_without_adapters_saves_nothing_of_the_base_model(ranks: RankPool) -> None:
+    config = run_config(LATENT, Parallelism(pipeline_parallel_degree=2), 2)
+    config = replace(config, lora=replace(config.lora, targets=("layers.0.attention.*",)))
+    first, second = ranks.run(saved_on_rank, 2, config)
+    assert first
+    assert all(name.startswith("model.layers.0.attention.") and "_lora_" in name for name in first)
+    assert second == []
 
 
 def test_fingerprint_does_not_depend_on_the_layout(ranks: RankPool) -> None:

@@ -12,9 +12,10 @@ from spurline.train.checkpoint.layout import TensorLayout
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers; for a model with adapters, only the adapters."""
+    """Parameters and persistent buffers; for a model with adapters, only these (of any pipeline stage)."""
     tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
-    return {name: tensor for name, tensor in tensors.items() if is_adapter(name)} or tensors
+    adapters = {name: tensor for name, tensor in tensors.items() if is_adapter(name)}
+    return adapters if adapters or getattr(model, "has_adapters", False) else tensors
 
 
 def base_tensors(model: nn.Module) -> dict[str, Tensor]:
