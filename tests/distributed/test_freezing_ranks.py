@@ -15,6 +15,7 @@ MODEL = tiny_model(moe={"score_func": "sigmoid", "bias_update_rate": 1e-2, "aux_
 FROZEN = {
     "part": ("layers.0.*", "*.experts.w1_EFD", "layers.1.moe.router.*", "norm.*"),
     "first-layers": ("embedding.*", "layers.[01].*"),
+    "first-stage": ("embedding.*", "layers.[012].*"),
     "all-but-experts": ("*", "!*.experts.*"),
     "last-layers": ("layers.[23].*", "norm.*", "embedding.*", "output.*"),
 }
@@ -58,7 +59,7 @@ def test_frozen_run_on_ranks_is_that_of_the_reference(
 @pytest.mark.parametrize(
     ("frozen", "schedule", "tied", "num_ranks"),
     [
-        ("first-layers", "1F1B", False, 4),  # all of the first stage, whose output then needs no gradient
+        ("first-stage", "1F1B", False, 4),  # all of the first stage, whose output then needs no gradient
         ("last-layers", "1F1B", False, 2),  # all of the last stage
         ("part", "ZBV", True, 2),
         ("all-but-experts", "ZBV", True, 2),  # and with them both copies of the embedding
