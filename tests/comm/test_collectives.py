@@ -23,6 +23,7 @@ from spurline.comm.collectives import (
 from spurline.comm.exchange import exchange_rows
 from spurline.comm.sequence import SequenceShard
 from spurline.testing import RankPool
+from spurline.testing.params import slow_but
 
 SIZES = pytest.mark.parametrize("size", [2, 4])
 
@@ -289,7 +290,7 @@ def compile_exchange(rank: int) -> int:
         return compare_compiled(exchange_counted, inputs)
 
 
-@SIZES
+@pytest.mark.parametrize("size", slow_but([2], [2, 4]))
 def test_exchange_compiles_to_one_graph_for_all_splits(ranks: RankPool, size: int) -> None:
     # The first graph takes the number of rows for fixed; the second serves any number.
     assert max(ranks.run(compile_exchange, size)) <= 2

@@ -31,8 +31,8 @@ def _no_blocks_of_other_tests():
 
 
 @pytest.mark.parametrize("before", [False, True])
-@pytest.mark.parametrize("joined_rows", [0, 5, 1000], ids=["each by itself", "some joined", "all joined"])
-@pytest.mark.parametrize("chunk", [1, 3, 1000])
+@pytest.mark.parametrize("joined_rows", slow_but([0, 5], [0, 5, 1000]))
+@pytest.mark.parametrize("chunk", slow_but([3, 1000], [1, 3, 1000]))
 @pytest.mark.parametrize("many", [2, 1000], ids=["grouped", "part by part"])
 def test_chunks_of_any_size_equal_the_reference(
     monkeypatch, many: int, chunk: int, joined_rows: int, before: bool
@@ -84,7 +84,7 @@ def test_few_rows_for_many_experts_some_with_none(monkeypatch, hidden_dim: int) 
     assert bool(calls) == (hidden_dim == 20)
 
 
-@pytest.mark.parametrize("widest_pair", [0, 12, 1000], ids=["alone", "in pairs into the expert", "in pairs"])
+@pytest.mark.parametrize("widest_pair", slow_but([0, 12], [0, 12, 1000]))  # alone, pairs into the expert, pairs
 @pytest.mark.parametrize("num_few", slow_but([1, 3], [1, 2, 3, 8]))
 @pytest.mark.parametrize("counts", [[1], [0, 1, 1, 0, 2, 1], [3, 1, 0, 1, 9, 2, 1, 4], [1, 20, 1], [0, 0]], ids=str)
 def test_few_rows_are_multiplied_with_the_matrix_on_the_left(

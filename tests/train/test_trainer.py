@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from spurline.config import Data, LRScheduler, Metrics, Optimizer, RunConfig, Training
 from spurline.moe.balance import routers
 from spurline.moe.config import MoEConfig
+from spurline.testing.params import slow_but
 from spurline.testing.tiny import tiny_model, write_words
 from spurline.train.loss import IGNORE_INDEX
 from spurline.train.sample import sample_text
@@ -398,7 +399,7 @@ def num_graphs():
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize("components", ["model,loss", "model", "loss"])
+@pytest.mark.parametrize("components", slow_but(["model,loss", "loss"], ["model,loss", "model", "loss"]))
 def test_compiled_parts_train_like_eager_ones_without_recompiling(tiny, components):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
