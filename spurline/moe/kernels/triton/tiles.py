@@ -7,7 +7,7 @@ have not been timed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def tile_of(kernel: str, architecture: str, itemsize: int, rows_per_expert: int,
     if architecture == "interpreter":
         return _INTERPRETED
     if not aligned:
-        return _UNALIGNED
+        return replace(_UNALIGNED, depth=16) if kernel == "outer" and itemsize == 4 else _UNALIGNED
     tile = _FLOAT32[kernel] if itemsize == 4 else _TABLE.get(architecture, _TABLE["sm_86"])[kernel]
     if rows_per_expert > FEW_ROWS or kernel == "outer":  # whose rows are those of the weight matrix
         return tile
