@@ -163,8 +163,8 @@ def test_the_whole_grid_equals_the_reference(ranks: RankPool, world: int, part: 
     cases = grid(world)[part::number]
     by_rank = ranks.run(run_many, world, cases, timeout=240)
     seen: set[str] = set()
-    for number, case in enumerate(cases):
-        results = [results[number] for results in by_rank]
+    for index, case in enumerate(cases):
+        results = [results[index] for results in by_rank]
         assert_equal(results, *case)
         seen |= set(results[0]["paths"])
     assert seen >= {
@@ -178,8 +178,9 @@ def test_the_whole_grid_equals_the_reference(ranks: RankPool, world: int, part: 
         "experts.loop",
         "experts.stream",
         "experts.grouped_mm",
-        "experts.bmm",
+        *(f"experts.{config.experts_backend}" for config, _, _ in cases),  # bmm, which few cases have
     }
+    assert "experts.bmm" in seen or part != number // 2
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -83,9 +83,12 @@ def assert_trains_like_one_rank(start: Start, text: Path, num_ranks: int, *more:
 
     actual, expected = records_of(ranks), records_of(alone)
     assert len(actual) == len(expected) >= 3
+    same_rows = True
     for record, one_rank in zip(actual, expected, strict=True):
         tolerance = 1e-5 if record["step"] == 1 else 1e-3
-        for key in ("loss", "grad_norm", "balance_loss"):
+        # Once rounding has sent a row to another expert, norms differ by more than rounding.
+        same_rows = same_rows and record["expert_load"] == one_rank["expert_load"]
+        for key in ("loss", "grad_norm", "balance_loss") if same_rows else ("loss",):
             assert record[key] == pytest.approx(one_rank[key], rel=tolerance), f"{key} of step {record['step']}"
         assert record["tokens_seen"] == one_rank["tokens_seen"] == 8 * 32 * record["step"]
     assert actual[0]["expert_load"] == expected[0]["expert_load"]
