@@ -194,6 +194,7 @@ def test_the_script_of_the_page_about_judging_runs(tmp_path: Path) -> None:
     assert len(done.stdout.splitlines()) == 2
 
 
+@pytest.mark.slow
 def test_the_tutorial_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     notebook = json.loads((ROOT / "docs/tutorial.ipynb").read_text())

@@ -148,6 +148,7 @@ def adapted(tuned: Tuned) -> Tuned:
     return Tuned(root / "adapted", "".join(printed), tuned.questions)
 
 
+@pytest.mark.slow
 def test_adapters_answer_another_kind_of_question_exactly(adapted: Tuned, capsys: pytest.CaptureFixture[str]) -> None:
     (share,) = re.findall(r"trained: [0-9.]+M parameters \(([0-9.]+)%\)", adapted.out)
     assert float(share) < 5
@@ -156,6 +157,7 @@ def test_adapters_answer_another_kind_of_question_exactly(adapted: Tuned, capsys
     assert num_right > 0.95 * NUM_HELD_OUT, f"{num_right} of {NUM_HELD_OUT}"
 
 
+@pytest.mark.slow
 def test_exported_adapters_answer_the_same_in_peft(
     adapted: Tuned, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

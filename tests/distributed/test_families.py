@@ -121,9 +121,12 @@ def check_first_step(
         assert max(errors.values()) < 1e-5, max(errors, key=errors.__getitem__)
 
 
+OFTEN = MODELS.keys() - {"qwen3-tied", "qwen3-moe", "olmoe"}  # whose parts others have too
+
+
 @pytest.mark.parametrize(
     ("name", "compiled"),
-    slow_but([(name, False) for name in MODELS], [*((name, False) for name in MODELS), ("qwen3-tied", True)]),
+    slow_but([(name, False) for name in OFTEN], [*((name, False) for name in MODELS), ("qwen3-tied", True)]),
 )
 def test_first_step_on_four_ranks_is_that_of_one(ranks: RankPool, tmp_path: Path, name: str, compiled: bool) -> None:
     experts = 2 if MODELS[name].parallel_facts().num_experts else 1

@@ -180,6 +180,7 @@ def test_all_problems_are_told_at_once_before_any_rank_starts(start: Start, text
     assert not folder.exists()
 
 
+@pytest.mark.slow
 def test_a_back_end_that_is_not_here_is_told_once_and_nothing_is_written(start: Start, text: Path) -> None:
     """Only ranks know their device: the first says it, and the launcher adds how it ended."""
     folder = text.parent / "run"

@@ -217,8 +217,8 @@ def check(ranks: RankPool, make_config, layout: Layout, num_steps: int = 3, **op
 @pytest.fixture(
     scope="module",
     params=params_of(
-        "hsdp tp2 ep-etp fsdp-ep-tp-etp",
-        slow="fsdp2 ep2 fsdp4 tp4 hsdp-tp fsdp-ep2 ep4 hsdp-ep fsdp-ep-tp tp2-ep4 tp4-ep4",
+        "hsdp fsdp-ep-tp-etp",
+        slow="tp2 ep-etp fsdp2 ep2 fsdp4 tp4 hsdp-tp fsdp-ep2 ep4 hsdp-ep fsdp-ep-tp tp2-ep4 tp4-ep4",
     ),
 )
 def layout(request) -> Layout:

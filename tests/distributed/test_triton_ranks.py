@@ -21,6 +21,7 @@ for outcome in Verifier(TINY_MODEL).run(cells):
 """
 
 
+@pytest.mark.slow
 def test_steps_on_ranks_equal_the_reference() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=850)
     assert done.returncode == 0, done.stderr

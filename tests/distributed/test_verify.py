@@ -157,6 +157,7 @@ def test_own_experts_backend_is_judged_in_every_cell(verify: Verify) -> None:
         assert "layers.1.moe.experts.w1_EFD" in result["worst"]["gradient"]["beyond_tolerance"]
 
 
+@pytest.mark.slow
 def test_cells_that_raise_or_hang_fail_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     before, raising, hanging, after = EP, Cell(2, ep=2, exchange="equal split"), Cell(2, ep=2, remat="full"), EP
     outcomes = []

@@ -94,6 +94,7 @@ def test_kernel_that_computes_experts_as_a_whole_is_refused_by_name() -> None:
         model(batch(model.config)[0])
 
 
+@pytest.mark.slow
 def test_compiled_and_recomputed_blocks_have_the_same_gradients() -> None:
     config = MODELS["latent"]
     model = adapted(config)

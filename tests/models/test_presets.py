@@ -11,6 +11,7 @@ from spurline.config import Data
 from spurline.config_io import load, save
 from spurline.models import family_configs, family_names
 from spurline.moe.config import MoEConfig
+from spurline.testing.params import slow_but
 from spurline.tools.options import resolve
 from spurline.train.trainer import make_trainer
 
@@ -64,6 +65,8 @@ ROUNDED = {
 }
 DEBUG_PRESETS = [name for name in PRESETS if "debugmodel" in name]
 FIRST = "deepseek_v3_first"
+SIZES_BETWEEN = {f"qwen3_{size}" for size in ("0_6b", "1_7b", "4b", "8b", "14b", "vl_2b", "vl_4b", "vl_8b")}
+"""Presets between the smallest and the largest of their kind, with the same code."""
 
 
 def three_digits(number: float) -> float:
@@ -75,7 +78,7 @@ def meta_build(name):
         return PRESETS[name][1]().model.build()
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", slow_but(PRESETS.keys() - SIZES_BETWEEN, PRESETS))
 def test_preset_is_sound_and_counts_the_parameters_of_its_model(name):
     config = PRESETS[name][1]()
     assert config.problems() == []

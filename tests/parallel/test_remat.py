@@ -137,6 +137,7 @@ def bytes_saved_by_graphs(model):
     return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
 
 
+@pytest.mark.slow
 def test_compiled_selective_keeps_less_than_none_and_full_least():
     none, selective, full = (bytes_saved_by_graphs(make_model(mode, compiled=True)) for mode in MODES)
     assert full < selective < none, (full, selective, none)

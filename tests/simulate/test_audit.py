@@ -185,8 +185,7 @@ SLOW = pytest.mark.slow
     ("ep", "is_forced"),
     [
         (2, False),
-        (64, True),
-        *(pytest.param(*case, marks=SLOW) for case in ((8, False), (64, False), (2, True), (8, True))),
+        *(pytest.param(*case, marks=SLOW) for case in ((8, False), (64, False), (2, True), (8, True), (64, True))),
     ],
 )
 def test_compiled_blocks_wait_once_and_never_with_forced_balance(ep: int, is_forced: bool) -> None:

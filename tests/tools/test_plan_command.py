@@ -52,6 +52,7 @@ def test_a_plan_that_does_not_fit_says_what_would_help(spurline):
     assert "--activation_checkpoint.mode selective (" in err
 
 
+@pytest.mark.slow
 def test_a_search_lists_layouts_that_fit(spurline):
     code, out, err = spurline("plan", *DEBUG, "--ranks", "4", "--search", "--best", "2", "--gpus_per_node", "2")
     assert code == 0
