@@ -31,7 +31,7 @@ FLOORS = [
     ["spurline.comm", "spurline.config", "spurline.device"],
     ["spurline.accelerator", "spurline.hardware", "spurline.ops", "spurline.parameter_rules"],
     ["spurline.registry", "spurline.typed_json", "spurline.version"],
-    ["spurline.files", "spurline.run_folders", "spurline.spelling", "spurline.untrusted"],
+    ["spurline.files", "spurline.run_folders", "spurline.shared_folder", "spurline.spelling", "spurline.untrusted"],
     ["spurline.remote"],
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

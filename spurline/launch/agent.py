@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -24,8 +25,9 @@ from torch.distributed.elastic.rendezvous.api import (
 from spurline.launch.network import interface_of
 from spurline.launch.options import Options
 from spurline.launch.rendezvous import Rounds, meeting_place
+from spurline.launch.shared_disk import refuse_unless_shared
 from spurline.launch.signals import Signals
-from spurline.train.exit_codes import ExitCode, exit_code_of_signal
+from spurline.train.exit_codes import ExitCode, RefusedError, exit_code_of_signal
 from spurline.train.stop_signal import STOP_SIGNALS
 
 STOPPED_CODES = {ExitCode.STOPPED, *(exit_code_of_signal(number, saved=False) for number in STOP_SIGNALS)}
@@ -38,13 +40,20 @@ class LaunchError(ValueError):
 class Agent(LocalElasticAgent):
     """torchrun's agent, with our own rules for shutting down ranks."""
 
-    def __init__(self, spec: WorkerSpec, place: Rounds, logs: LogsSpecs, grace: int, signals: Signals) -> None:
+    def __init__(
+        self, spec: WorkerSpec, place: Rounds, logs: LogsSpecs, grace: int, signals: Signals, folder: Path | None
+    ) -> None:
         super().__init__(spec, logs, log_line_prefix_template="[rank${rank}]:", shutdown_timeout=grace)
-        self.place, self._signals = place, signals
+        self.place, self._signals, self._folder = place, signals, folder
         self.was_hurried = False
         """Whether a second signal arrived while ranks were shutting down."""
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        node, num_nodes, store = worker_group.group_rank, worker_group.group_world_size, worker_group.store
+        if self._folder and num_nodes and num_nodes > 1:
+            assert store is not None
+            assert node is not None
+            refuse_unless_shared(self._folder, store, node, num_nodes)
         with self._signals.deferred():
             return super()._start_workers(worker_group)
 
@@ -77,8 +86,11 @@ class Agent(LocalElasticAgent):
         return [shell_code(handler.proc.poll()) for handler in handlers.values() if handler.proc.poll() is not None]
 
 
-def run_ranks(options: Options, command: list[str]) -> int:
-    """Start the ranks of this node together with the other nodes; returns the exit code of the run."""
+def run_ranks(options: Options, command: list[str], folder: Path | None = None) -> int:
+    """Start the ranks of this node together with the other nodes; returns the exit code of the run.
+
+    Raises a RefusedError if there is a `folder` for the run, or for numbered runs, that the nodes do not share.
+    """
     _set_environment(options)
     try:
         place = meeting_place(options)
@@ -96,9 +108,9 @@ def run_ranks(options: Options, command: list[str]) -> int:
         monitor_interval=0.1,
         local_addr=place.address,
     )
-    with Signals() as signals, tempfile.TemporaryDirectory(prefix="spurline_ranks_") as folder:
-        logs = DefaultLogsSpecs(log_dir=folder, tee=Std.ALL, local_ranks_filter=options.shown_ranks)
-        return _run(Agent(spec, place, logs, options.grace, signals), options)
+    with Signals() as signals, tempfile.TemporaryDirectory(prefix="spurline_ranks_") as scratch:
+        logs = DefaultLogsSpecs(log_dir=scratch, tee=Std.ALL, local_ranks_filter=options.shown_ranks)
+        return _run(Agent(spec, place, logs, options.grace, signals, folder), options)
 
 
 def _set_environment(options: Options) -> None:
@@ -122,6 +134,9 @@ def _run(agent: Agent, options: Options) -> int:
         if is_whole:
             place.leave()
         return max(codes) if is_whole else shell_code(-stop.sigval)
+    except RefusedError:
+        place.leave()
+        raise
     except RendezvousTimeoutError:
         raise LaunchError(
             f"there were not {options.nodes[0]} nodes at {options.rdzv_endpoint} within {options.join_timeout} s: start"

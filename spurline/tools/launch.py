@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from spurline.config import RunConfig
@@ -55,12 +56,12 @@ def main(argv: list[str]) -> int:
             return complain(TRAIN, error.problems)
     if problems := problems_with_fewer_nodes(options, command.run_config):
         return complain(PROG, problems)
-    return write_job(options, command, train) if options.target else run(options, train)
+    return write_job(options, command, train) if options.target else run(options, command, train)
 
 
-def run(options: Options, train: list[str]) -> int:
+def run(options: Options, command: Command[Any], train: list[str]) -> int:
     """Start the ranks; returns the exit code of the run."""
-    from spurline.train.exit_codes import ExitCode
+    from spurline.train.exit_codes import ExitCode, RefusedError
 
     quiet = "TORCH_CPP_LOG_LEVEL"  # in this process: a store that exits first is no error and needs no stack trace
     was_set = os.environ.setdefault(quiet, "FATAL")
@@ -68,8 +69,12 @@ def run(options: Options, train: list[str]) -> int:
 
     if was_set == "FATAL":
         del os.environ[quiet]  # ranks set their own
+    job = command.run_config.job
+    folder = Path(job.dump_folder or job.runs_folder)
     try:
-        return run_ranks(options, [sys.executable, "-u", "-m", "spurline", "train", *train])
+        return run_ranks(options, [sys.executable, "-u", "-m", "spurline", "train", *train], folder)
+    except RefusedError as error:
+        return complain(PROG, [str(error)], error.exit_code)
     except LaunchError as error:
         return complain(PROG, [str(error)], ExitCode.LOST_RANK)
     except KeyboardInterrupt:

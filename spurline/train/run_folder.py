@@ -7,13 +7,10 @@ it again, whatever else has been started since.
 from __future__ import annotations
 
 import contextlib
-import os
-import secrets
 import shutil
 import socket
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +19,7 @@ from spurline import config_io
 from spurline.config import Job, RunConfig
 from spurline.parallel.rendezvous import job_of_launcher, name_ranks
 from spurline.run_folders import claim_number, is_run, numbered_runs, set_latest
+from spurline.shared_folder import missing_folders, not_shared, remove_if_empty, sees, token_in
 from spurline.train.checkpoint.folder import CheckpointFolder
 from spurline.train.checkpoint.ranks import Ranks
 from spurline.train.exit_codes import FolderInUseError, RefusedError
@@ -30,8 +28,6 @@ from spurline.train.launcher import restart_count
 from spurline.train.metrics.jsonl import last_step
 from spurline.untrusted import open_regular
 
-SECONDS_TO_SEE = 6.0
-"""How long a rank looks for a file that the first one has written: network file systems may show it late."""
 _OF_A_RUN = (
     *("metrics.jsonl", "expert_load.bin", "config.json", "samples.jsonl", "report.html", "tensorboard", "wandb"),
     *("bad_steps.jsonl", "routing.html", "state.json"),
@@ -59,7 +55,7 @@ def claimed_folder(config: RunConfig[Any]) -> Iterator[Claim]:
     made: list[Path] = []
 
     def claim() -> Claim:
-        missing = _missing(Path(config.job.dump_folder or config.job.runs_folder))
+        missing = missing_folders(Path(config.job.dump_folder or config.job.runs_folder))
         job = job_of_launcher()
         claim = decide_folder(config, job, restart_count())
         make_run_folder(claim.folder)
@@ -77,9 +73,7 @@ def claimed_folder(config: RunConfig[Any]) -> Iterator[Claim]:
     finally:
         if made and [path.name for path in made[0].glob("*") if path.name != _JOB_FILE] == []:
             (made[0] / _JOB_FILE).unlink(missing_ok=True)
-        for folder in made:
-            with contextlib.suppress(OSError):  # it is not empty
-                folder.rmdir()
+        remove_if_empty(made)
 
 
 def with_folder(config: RunConfig[Any], folder: Path) -> RunConfig[Any]:
@@ -167,40 +161,13 @@ def refuse_unless_shared(folder: Path, ranks: Ranks) -> None:
     """Raise a RefusedError on all ranks if one of them does not see what the first one writes to the folder."""
     if ranks.size == 1:
         return
-    name = f".seen-by-all-{secrets.token_hex(8)}"
-    token = folder / ranks.first(lambda: _written(folder / name))
-    try:
-        seen = ranks.gather(lambda: (_sees(token), socket.gethostname(), folder.absolute()))
-    finally:
-        if ranks.rank == 0:
-            token.unlink(missing_ok=True)
+    with ExitStack() as until_all_have_looked:
+        token = folder / ranks.first(lambda: until_all_have_looked.enter_context(token_in(folder)))
+        seen = ranks.gather(lambda: (sees(token), socket.gethostname(), folder.absolute()))
     blind = [rank for rank, (sees, _, _) in enumerate(seen) if not sees]
     if blind:
         hosts = ", ".join(sorted({seen[rank][1] for rank in blind}))
-        raise RefusedError(
-            f"{name_ranks(blind)} (on {hosts}) can't see the run folder {seen[0][2]} that rank 0 (on"
-            f" {seen[0][1]}) has made, or can't write to it: choose a --job.dump_folder on a disk that all nodes share,"
-            " and start all ranks in the same working directory"
-        )
-
-
-def _written(token: Path) -> str:
-    token.touch()
-    return token.name
-
-
-def _sees(token: Path, sleep: Callable[[float], None] = time.sleep) -> bool:
-    deadline = time.monotonic() + SECONDS_TO_SEE
-    while True:
-        for parent in reversed(token.parents):
-            # Listing a folder makes a network file system forget that a file did not exist.
-            with contextlib.suppress(OSError), os.scandir(parent) as entries:
-                next(entries, None)
-        if token.exists():
-            return os.access(token.parent, os.W_OK | os.X_OK)
-        if time.monotonic() > deadline:
-            return False
-        sleep(0.2)
+        raise RefusedError(not_shared(f"{name_ranks(blind)} (on {hosts})", seen[0][2], f"rank 0 (on {seen[0][1]})"))
 
 
 def overwrite(folder: Path, config: RunConfig[Any], is_restart: bool) -> None:
@@ -242,9 +209,3 @@ def own(folder: Path, config: RunConfig[Any], is_restart: bool) -> None:
         refuse_other_run(folder, config)
     overwrite(folder, config, is_restart)
     set_latest(folder)
-
-
-def _missing(folder: Path) -> list[Path]:
-    """The folders that must be created for this one, itself first."""
-    absolute = folder.absolute()
-    return [path for path in (absolute, *absolute.parents) if not os.path.lexists(path)]

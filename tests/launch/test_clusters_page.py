@@ -19,7 +19,7 @@ def test_commands_write_the_files_that_are_submitted(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     started = []
-    monkeypatch.setattr(launch, "run", lambda options, train: started.append(options.ranks) or 0)
+    monkeypatch.setattr(launch, "run", lambda options, command, train: started.append(options.ranks) or 0)
     for line in block.replace("\\\n", " ").splitlines():
         program, *words = shlex.split(line)
         if program == "spurline":

@@ -42,8 +42,7 @@ def test_hosts_that_do_not_share_the_run_folder_are_refused(tmp_path: Path) -> N
         second = launch_with_own_disk(hosts, "b", text, folder)
         said = [process.communicate() for process in (first, second)]
     assert (first.returncode, second.returncode) == (2, 2), said
-    line = rf"spurline train: ranks 2, 3 \(on \S+\) can't see the run folder {folder} that rank 0"
+    line = rf"spurline launch: node 1 \(on \S+\) can't see the run folder {folder} that node 0 .*"
     for _, err in said:
-        assert len(re.findall(line.removeprefix("spurline train: "), err)) == 1, "on each host, and without a restart"
-    assert re.search(line, said[0][1]), said[0][1]
-    assert not list(folder.glob("checkpoints/*"))
+        assert re.fullmatch(line, err.strip()), "one line on each host"
+    assert not folder.exists(), "no rank was started"

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 import spurline.train.run as train_run
+from spurline import shared_folder
 from spurline.config import Job
 from spurline.testing import RankPool
 from spurline.testing.tiny import tiny_run, write_words
-from spurline.train import run_folder
 from spurline.train.run import train
 from spurline.train.run_folder import claimed_folder
 
@@ -171,7 +171,7 @@ def test_job_that_ends_before_its_run_starts_leaves_no_folder(tmp_path, monkeypa
 
 
 def claim_in_own_working_directory(rank: int, places: list[str], runs: str) -> tuple[str, list[str]]:
-    run_folder.SECONDS_TO_SEE = 0.3
+    shared_folder.SECONDS_TO_SEE = 0.3
     os.chdir(places[rank])
     try:
         with claimed_folder(tiny_run("text", job=Job(runs_folder=runs))) as claim:
