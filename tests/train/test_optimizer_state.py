@@ -18,6 +18,7 @@ from spurline.config import Optimizer
 from spurline.models.common.init import initialize
 from spurline.testing.tiny import tiny_model
 from spurline.train.checkpoint.manager import CheckpointManager
+from spurline.train.optimizer.adamw import ShardedAdamW
 from spurline.train.optimizer.build import build_optimizer
 from spurline.train.optimizer.combined import CombinedOptimizer
 from spurline.train.optimizer.muon import Muon
@@ -50,7 +51,7 @@ def test_parts_update_what_is_theirs_and_nothing_else() -> None:
     model = make_model()
     optimizer = build_optimizer(model, MUON)
     assert isinstance(optimizer, CombinedOptimizer)
-    assert [type(part) for part in optimizer.parts] == [torch.optim.AdamW, Muon]
+    assert [type(part) for part in optimizer.parts] == [ShardedAdamW, Muon]
     take_steps(model, optimizer, range(1, 2))
     kept = {name: set(optimizer.state[p]) for name, p in model.named_parameters()}
     assert kept["layers.1.moe.experts.w1_EFD"] == {"momentum_buffer"}

@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from spurline.config import Optimizer
+from spurline.train.optimizer.adamw import ShardedAdamW
 from spurline.train.optimizer.combined import CombinedOptimizer
 from spurline.train.optimizer.groups import parameter_groups
 from spurline.train.optimizer.muon import Muon
@@ -25,7 +26,7 @@ def build_optimizer(model: nn.Module, config: Optimizer) -> torch.optim.Optimize
         # By default, torch updates CPU parameters one small operation at a time, many times slower.
         fused_devices = _get_fused_kernels_supported_devices()
         fused = all(p.device.type in fused_devices for group in of_adamw for p in group["params"])
-        made.append(torch.optim.AdamW(of_adamw, fused=fused))
+        made.append(ShardedAdamW(of_adamw, fused=fused))
     if of_muon := groups.get("muon"):
         made.append(
             Muon(

@@ -9,13 +9,15 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
+from spurline.train.optimizer.shards import local
+
 
 @torch.no_grad()
 def gradient_norms(parameters: Iterable[nn.Parameter]) -> Tensor:
     """The norms (P,) of this rank's shards of all gradients that exist, in the order of the parameters."""
     parameters = list(parameters)
     gradients = [p.grad for p in parameters if p.grad is not None]
-    parts = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+    parts = [local(gradient) for gradient in gradients]
     return torch.stack(torch._foreach_norm(parts)) if parts else torch.zeros(0, device=parameters[0].device)
 
 
@@ -38,7 +40,7 @@ def clip_gradients(
     parameters = list(parameters)
     with_gradients = [p for p in parameters if p.grad is not None]
     gradients = [p.grad for p in with_gradients if p.grad is not None]
-    parts = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+    parts = [local(gradient) for gradient in gradients]
     norms = gradient_norms(parameters) if norms_P is None else norms_P
     if group is None:
         norm = torch.linalg.vector_norm(norms)

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from spurline.train.optimizer.newton_schulz import orthogonalize, update_scale
+from spurline.train.optimizer.shards import local, local_gradient
 from spurline.train.optimizer.whole_matrices import (
     Cut,
     cuts_of,
@@ -84,17 +84,18 @@ class Muon(torch.optim.Optimizer):
         if failed is not None:
             decay = torch.where(failed, 1.0, decay)
         for parameter, update in zip(parameters, updates, strict=True):
-            part = _local(parameter)
+            part = local(parameter)
             update = update if failed is None else torch.where(failed, 0.0, update)
             part.mul_(decay)
             part.add_(update.view_as(part), alpha=-scaled_lr)
+        torch.autograd.graph.increment_version(parameters)
 
     def _direction(self, parameter: Tensor, momentum: float, nesterov: bool) -> Tensor:
         """Update the momentum with this step's gradient, and return the direction to orthogonalize, as a stack."""
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
-        gradient, mean = _local_gradient(parameter), _local(state["momentum_buffer"])
+        gradient, mean = local_gradient(parameter), local(state["momentum_buffer"])
         if (failed := self._failed()) is not None:
             gradient = torch.where(failed, mean, gradient)  # which leaves the mean unchanged
         mean.lerp_(gradient, 1 - momentum)
@@ -124,24 +125,11 @@ def batches_of(parameters: list[Tensor]) -> list[tuple[list[Tensor], tuple[Cut, 
     open_batches: dict[Any, list[Tensor]] = {}
     for parameter in parameters:
         cuts = cuts_of(parameter)
-        batch = open_batches.setdefault((cuts, parameter.shape[-2:], _local(parameter).shape), [])
+        batch = open_batches.setdefault((cuts, parameter.shape[-2:], local(parameter).shape), [])
         if not batch:
             batches.append((batch, cuts))
         batch.append(parameter)
-        num_matrices = sum(math.prod(_local(p).shape[:-2]) for p in batch)
+        num_matrices = sum(math.prod(local(p).shape[:-2]) for p in batch)
         if num_matrices >= math.prod(cut.group.size() for cut in cuts):
-            del open_batches[cuts, parameter.shape[-2:], _local(parameter).shape]
+            del open_batches[cuts, parameter.shape[-2:], local(parameter).shape]
     return batches
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _local_gradient(parameter: Tensor) -> Tensor:
-    gradient = parameter.grad
-    assert gradient is not None
-    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
-        # FSDP2 has it sharded like the parameter; elsewhere it may still be a partial sum on each rank.
-        gradient = gradient.redistribute(placements=parameter.placements)
-    return _local(gradient)
