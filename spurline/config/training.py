@@ -51,12 +51,14 @@ class Training:
     """Intra-op CPU threads per rank (0: PyTorch's default). Changing it may change the last bits of reductions."""
     freeze: tuple[str, ...] = field(default=(), metadata=ADDED_LATER)
     """Name patterns of parameters to freeze: "embedding.*" "layers.[0-3].*" ...; !PATTERN excludes what it matches."""
+    gc_freq: int = field(default=50, metadata=ADDED_LATER)
+    """Steps between Python's garbage collections, which all ranks then make at once (0: whenever Python decides)."""
     keep_freed_memory: bool = True
     """Keep freed memory in the process (glibc only): fewer page faults per step, slightly higher memory use."""
 
     def problems(self) -> list[str]:
         found = at_least(self, steps=1, seq_len=1, local_batch_size=1, max_grad_norm=0, max_bad_steps=0, threads=0)
-        found += at_least(self, loss_spike_patience=1, max_step_backs=0)
+        found += at_least(self, loss_spike_patience=1, max_step_backs=0, gc_freq=0)
         if self.global_batch_size == 0 or self.global_batch_size < -1:
             found.append(f"global_batch_size must be positive or -1, got {self.global_batch_size}")
         if self.mixed_precision_param == "bfloat16" and self.dtype == "float32":

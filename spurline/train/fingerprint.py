@@ -21,7 +21,13 @@ FREE = (
     *("job.*", "checkpoint.*", "metrics.*", "profile.*"),
     # How the same numbers are computed: ranks, devices, compilation, recomputation.
     *("parallelism.*", "comm.*", "compile.*", "activation_checkpoint.*"),
-    *("training.local_batch_size", "training.threads", "training.keep_freed_memory", "training.device"),
+    *(
+        "training.local_batch_size",
+        "training.threads",
+        "training.gc_freq",
+        "training.keep_freed_memory",
+        "training.device",
+    ),
     *("training.on_bad_step", "training.max_bad_steps", "training.on_loss_spike", "training.loss_spike_*"),
     "training.max_step_backs",
     *("debug.stop_after", "debug.deterministic", "debug.separate_expert_units"),

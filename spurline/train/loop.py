@@ -11,6 +11,7 @@ from spurline.config import RunConfig
 from spurline.moe.dispatch.capacity import capacity_factors
 from spurline.train.agreement import Agreement
 from spurline.train.checkpoint.manager import CheckpointManager
+from spurline.train.garbage import collecting_every
 from spurline.train.metrics.logger import MetricsLogger
 from spurline.train.metrics.step_metrics import StepMetrics
 from spurline.train.metrics.tally import diverged
@@ -71,7 +72,7 @@ class TrainingLoop:
     def run(self) -> None:
         """Take steps until the last one, a signal, or a loss spike that is to be rolled back."""
         steps = range(self.position.step + 1, self.last_step + 1)
-        with self.trainer.prefetching(steps):
+        with self.trainer.prefetching(steps), collecting_every(self.config.training.gc_freq) as collect_garbage:
             for step in steps:
                 metrics = self.step(step)
                 held_out = self.validate() if self.is_validation_due(step) else None
@@ -94,6 +95,7 @@ class TrainingLoop:
                     self.save(step, loss)
                 if stopping and step < self.last_step:
                     break
+                collect_garbage(step)
         self.mark(self.position.step, "end")
         if self.profiler:
             self.profiler.finish()
