@@ -1,8 +1,12 @@
+import gc
 import os
 import signal
 
 # Waiting OpenMP threads spin, and with several ranks on few cores they starve the ones that work.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Nor start more processes to compile in: each of them would import torch first, and the cores are busy anyway.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 from pathlib import Path
 
@@ -33,6 +37,12 @@ def pytest_configure() -> None:
     for name in ("SIGHUP", "SIGQUIT"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_DFL)
+
+
+def pytest_collection_finish() -> None:
+    """Garbage collections look at what tests make, not at the million objects of all modules (half a second each)."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -21,7 +21,8 @@ from spurline.testing.messages import Call, Raised, Returned, World
 
 # Imported once, in the fork server: ranks then start in milliseconds and share its memory.
 _PRELOAD = ["torch.distributed.fsdp", "torch._dynamo", "spurline.testing.worker"]
-_PRELOAD_IF_IN_USE = ["pytest", "hypothesis"]
+# What a call imports, each of its ranks would import again: the trainer takes 0.5 s, the compiler 1 s.
+_PRELOAD_IF_IN_USE = ["pytest", "hypothesis", "spurline.train.run", "torch._inductor.compile_fx"]
 _SECONDS_TO_START = 600.0
 BUSY = 0.01
 """Ranks whose total CPU time is at least this fraction of the timeout are slow, not stuck..."""

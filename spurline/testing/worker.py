@@ -1,6 +1,7 @@
 """The process of one rank: joins a gloo process group, calls functions, and sends back their results."""
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -24,6 +25,7 @@ from spurline.testing.messages import Call, Raised, Returned, World
 
 def serve(connection: Connection, stack_path: str) -> None:
     """Handle calls until the connection closes; SIGUSR1 writes the current stack to `stack_path`."""
+    gc.freeze()  # collections need not look at what the fork server has imported, nor copy its memory
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then stops its ranks
     stack_file = open(stack_path, "w")  # noqa: SIM115 - stays open for the life of the process
     faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=False)

@@ -14,7 +14,7 @@ CONFIG = ["--config", "deepseek_v3_debugmodel"]
 def started(monkeypatch):
     """What would be started, in the place of starting it."""
     calls = []
-    monkeypatch.setattr(launch, "run", lambda options, train: calls.append((options, train)) or 0)
+    monkeypatch.setattr(launch, "run", lambda options, command, train: calls.append((options, train)) or 0)
     return calls
 
 
