@@ -70,7 +70,7 @@ def run_compiled(rank: int, config: MoEConfig, replicated: bool, backend: str) -
         pytest.param({"equal_split": "forced"}, False, marks=pytest.mark.slow),
         ({"equal_split": "adaptive", "score_before_experts": True, "experts_backend": "grouped_mm"}, False),
         ({"row_multiple": 4, "equal_split": "forced"}, False),
-        ({"dispatcher": "capacity", "capacity_factor": 2.0}, True),
+        pytest.param({"dispatcher": "capacity", "capacity_factor": 2.0}, True, marks=pytest.mark.slow),
         ({"force_load_balance": True}, False),
         pytest.param({"force_load_balance": True}, True, marks=pytest.mark.slow),
     ],

@@ -148,10 +148,14 @@ def grid(world: int) -> list[tuple[MoEConfig, list[Shape], bool]]:
     return cases
 
 
-# The grid is run in parts, of which all but one wait for the slow tests.
+# The grid is run in parts, of which all but one with 2 and one with 4 ranks wait for the slow tests.
 PARTS = [
     pytest.param(
-        world, part, number, marks=[pytest.mark.slow] * (part != number // 2), id=f"{world} ranks, part {part}"
+        world,
+        part,
+        number,
+        marks=[pytest.mark.slow] * (world == 8 or part != number // 2),
+        id=f"{world} ranks, part {part}",
     )
     for world, number in [(2, 5), (4, 11), (8, 23)]
     for part in range(number)

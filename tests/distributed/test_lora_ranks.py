@@ -69,11 +69,16 @@ def save_alone(config: RunConfig[Any], path: str) -> None:
         (LATENT, "ep2"),
         (LATENT, "tp2"),
         (LATENT, "tp-ep-etp"),
-        (GROUPED, "tp2"),
         (replace(LATENT, tied_embeddings=True), "pp-ep"),
         *(
             pytest.param(model, layout, marks=pytest.mark.slow)
-            for model, layout in [(LATENT, "fsdp2"), (LATENT, "hsdp-ep"), (LATENT, "ep-etp"), (GROUPED, "fsdp4")]
+            for model, layout in [
+                (GROUPED, "tp2"),
+                (LATENT, "fsdp2"),
+                (LATENT, "hsdp-ep"),
+                (LATENT, "ep-etp"),
+                (GROUPED, "fsdp4"),
+            ]
         ),
     ],
 )

@@ -274,7 +274,7 @@ def test_balance_over_the_batch_counts_the_tokens_of_all_ranks(ranks: RankPool, 
     check(ranks, make_config, layout, moe={"aux_loss": "batch", "aux_loss_weight": 0.5, "num_shared_experts": 0})
 
 
-@in_layouts("tp2 tp4-ep4", slow="fsdp-ep-tp-etp")
+@in_layouts("tp4-ep4", slow="tp2 fsdp-ep-tp-etp")
 @pytest.mark.parametrize("seq_len", slow_but([5], [15, 5]))
 def test_length_that_the_ranks_of_tensor_parallelism_do_not_divide(
     ranks: RankPool, make_config, layout: Layout, seq_len: int

@@ -21,6 +21,7 @@ from spurline.parallel.compile import apply_compile, compile_function
 from spurline.parallel.tensor import TensorParallel, apply_tensor_parallel
 from spurline.testing import RankPool
 from spurline.testing.equivalence import relative_error
+from spurline.testing.params import slow_but
 from spurline.testing.tiny import tiny_model
 from spurline.train.loss import IGNORE_INDEX, cross_entropy_sum, make_loss_sum
 
@@ -248,8 +249,7 @@ def difference(actual: Tensor, expected: Tensor) -> float:
     return min(relative_error(actual, expected), (actual - expected).abs().max().item())
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("q_lora_rank", [8, 0])
+@pytest.mark.parametrize(("world", "q_lora_rank"), slow_but([(2, 0), (4, 8)], [(2, 0), (2, 8), (4, 0), (4, 8)]))
 def test_each_gradient_of_a_split_model_is_that_of_the_whole_one(ranks: RankPool, world: int, q_lora_rank: int) -> None:
     for error, where in ranks.run(run_split_model, world, q_lora_rank):
         assert error < 1e-5, where

@@ -27,6 +27,7 @@ from spurline.moe.config import MoEConfig
 from spurline.parallel.compile import apply_compile
 from spurline.parallel.remat import apply_remat
 from spurline.testing.equivalence import relative_error
+from spurline.testing.params import slow_but
 from spurline.train.loss import IGNORE_INDEX, cross_entropy_sum
 
 VOCAB, BOUNDARY = 60, 0
@@ -79,8 +80,13 @@ def test_each_document_is_scored_as_if_it_stood_alone(name: str) -> None:
     assert relative_error(unmasked_BLV[:, first:], alone_BLV[:, first:]) > 1e-2
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("remat", ["none", "full", "selective"])
+@pytest.mark.parametrize(
+    ("remat", "compiled"),
+    slow_but(
+        [("none", False), ("full", False), ("selective", False), ("selective", True)],
+        [(remat, compiled) for remat in ("none", "full", "selective") for compiled in (False, True)],
+    ),
+)
 def test_loss_and_gradients_are_those_of_the_documents_alone(remat: str, compiled: bool) -> None:
     model, expected = built(DEEPSEEK), built(DEEPSEEK)
     tokens_BL, labels_BL, documents_BL = packed()

@@ -113,7 +113,7 @@ def test_loss_and_gradients_equal_plain_loops() -> None:
     [
         lambda model: apply_remat(model, "full"),
         lambda model: apply_remat(model, "selective"),
-        lambda model: apply_compile(model, "aot_eager"),
+        pytest.param(lambda model: apply_compile(model, "aot_eager"), marks=pytest.mark.slow),
     ],
     ids=["remat full", "remat selective", "compile"],
 )

@@ -29,14 +29,20 @@ def step(run, moe: MoE, x: torch.Tensor) -> list[torch.Tensor]:  # type: ignore[
     return [y, *torch.autograd.grad((y * direction).sum(), [x, *moe.parameters()])]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+CHANGES: list[dict[str, object]] = [
+    {},
+    {"experts_backend": "grouped_mm"},
+    {"score_before_experts": True, "num_groups": 4, "num_limited_groups": 2},
+    {"force_load_balance": True},
+]
+
+
 @pytest.mark.parametrize(
-    "changes",
+    ("dtype", "changes"),
     [
-        {},
-        {"experts_backend": "grouped_mm"},
-        {"score_before_experts": True, "num_groups": 4, "num_limited_groups": 2},
-        {"force_load_balance": True},
+        *((torch.float32, changes) for changes in CHANGES),
+        (torch.bfloat16, {}),
+        *(pytest.param(torch.bfloat16, changes, marks=pytest.mark.slow) for changes in CHANGES[1:]),
     ],
 )
 def test_compiled_equals_eager_and_stops_recompiling(dtype: torch.dtype, changes: dict[str, object]) -> None:

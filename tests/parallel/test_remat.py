@@ -182,8 +182,13 @@ def test_a_copy_computes_with_its_own_weights(mode):
         assert torch.equal(value, expected[name]), name
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    ("mode", "compiled"),
+    slow_but(
+        [("full", False), ("selective", False), ("selective", True)],
+        [(mode, compiled) for mode in ("full", "selective") for compiled in (False, True)],
+    ),
+)
 def test_evaluation_and_generation_are_as_before(mode, compiled):
     plain, model = make_model("none").eval(), make_model(mode, compiled=compiled).eval()
     with torch.no_grad():
