@@ -68,7 +68,11 @@ def run_compiled(rank: int, config: MoEConfig, replicated: bool, backend: str) -
         ({}, False),
         pytest.param({}, True, marks=pytest.mark.slow),
         pytest.param({"equal_split": "forced"}, False, marks=pytest.mark.slow),
-        ({"equal_split": "adaptive", "score_before_experts": True, "experts_backend": "grouped_mm"}, False),
+        pytest.param(
+            {"equal_split": "adaptive", "score_before_experts": True, "experts_backend": "grouped_mm"},
+            False,
+            marks=pytest.mark.slow,
+        ),
         ({"row_multiple": 4, "equal_split": "forced"}, False),
         pytest.param({"dispatcher": "capacity", "capacity_factor": 2.0}, True, marks=pytest.mark.slow),
         ({"force_load_balance": True}, False),

@@ -60,8 +60,8 @@ def test_frozen_run_on_ranks_is_that_of_the_reference(
     ("frozen", "schedule", "tied", "num_ranks"),
     [
         ("first-stage", "1F1B", False, 4),  # all of the first stage, whose output then needs no gradient
-        ("last-layers", "1F1B", False, 2),  # all of the last stage
-        ("part", "ZBV", True, 2),
+        pytest.param("last-layers", "1F1B", False, 2, marks=pytest.mark.slow),  # all of the last stage
+        pytest.param("part", "ZBV", True, 2, marks=pytest.mark.slow),
         ("all-but-experts", "ZBV", True, 2),  # and with them both copies of the embedding
         pytest.param("first-layers", "ZBV", False, 4, marks=pytest.mark.slow),
         pytest.param("last-layers", "ZBV", False, 4, marks=pytest.mark.slow),

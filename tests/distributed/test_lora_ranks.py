@@ -67,12 +67,12 @@ def save_alone(config: RunConfig[Any], path: str) -> None:
     ("model", "layout"),
     [
         (LATENT, "ep2"),
-        (LATENT, "tp2"),
         (LATENT, "tp-ep-etp"),
         (replace(LATENT, tied_embeddings=True), "pp-ep"),
         *(
             pytest.param(model, layout, marks=pytest.mark.slow)
             for model, layout in [
+                (LATENT, "tp2"),
                 (GROUPED, "tp2"),
                 (LATENT, "fsdp2"),
                 (LATENT, "hsdp-ep"),

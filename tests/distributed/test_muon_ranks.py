@@ -93,11 +93,11 @@ def updated_on_rank(rank: int, layout: Layout, *args: Any) -> dict[str, Tensor]:
         pytest.param(Layout(2), MODEL, id="fsdp2"),
         pytest.param(Layout(2, tp=2), MODEL, id="tp2", marks=pytest.mark.slow),
         pytest.param(Layout(2, ep=2), MODEL, id="ep2", marks=pytest.mark.slow),
-        pytest.param(FSDP_EP, MODEL, id="fsdp-ep"),
+        pytest.param(FSDP_EP, MODEL, id="fsdp-ep", marks=pytest.mark.slow),
         pytest.param(Layout(4, ep=2, etp=2), MODEL, id="ep-etp"),
         pytest.param(Layout(4, tp=2, ep=2), replace(MODEL, dense_hidden_dim=22), id="fsdp-tp-ep-uneven"),
         pytest.param(Layout(4, dp_replicate=2, tp=2), MODEL, id="hsdp-tp", marks=pytest.mark.slow),
-        pytest.param(Layout(4, ep=2), with_experts(num_experts=6), id="experts-cut-by-width"),
+        pytest.param(Layout(4, ep=2), with_experts(num_experts=6), id="experts-cut-by-width", marks=pytest.mark.slow),
         pytest.param(Layout(4), replace(MODEL, q_lora_rank=9, kv_lora_rank=3), id="uneven-and-empty-shards"),
     ],
 )

@@ -136,7 +136,7 @@ def check(
 
 
 @pytest.mark.parametrize(
-    ("tied", "compiled"), slow_but([(False, False), (True, True)], itertools.product([False, True], [False, True]))
+    ("tied", "compiled"), slow_but([(False, False), (True, False)], itertools.product([False, True], [False, True]))
 )
 def test_selective_sends_no_row_twice(ranks: RankPool, tied: bool, compiled: bool) -> None:
     for plain, messages in check(ranks, "expert parallel", "selective", compiled, tied):
@@ -169,7 +169,7 @@ def test_selective_repeats_no_collective(ranks: RankPool, compiled: bool) -> Non
 
 @pytest.mark.parametrize(
     ("mode", "compiled"),
-    [("full", False), ("selective", False), ("selective", True), pytest.param("full", True, marks=pytest.mark.slow)],
+    slow_but([("full", False), ("selective", False)], itertools.product(["full", "selective"], [False, True])),
 )
 def test_blocks_can_be_sharded_afterwards(ranks: RankPool, mode: str, compiled: bool) -> None:
     for plain, messages in check(ranks, "fully sharded", mode, compiled):

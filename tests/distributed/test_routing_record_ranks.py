@@ -42,7 +42,7 @@ def on_rank(rank: int, config: RunConfig[Any]) -> list[Any]:
 @pytest.mark.parametrize(
     ("layout", "files"),
     [
-        (Parallelism(tensor_parallel_degree=2, expert_parallel_degree=2), 4),
+        pytest.param(Parallelism(tensor_parallel_degree=2, expert_parallel_degree=2), 4, marks=pytest.mark.slow),
         (Parallelism(context_parallel_degree=2, tensor_parallel_degree=2), 4),
         # The first stage is the dense layer and one with experts, or the dense layer alone.
         (Parallelism(pipeline_parallel_degree=2, context_parallel_degree=2), 4),
