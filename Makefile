@@ -64,7 +64,7 @@ test-slow: $(READY)  ## run the slow tests, and property tests with new random e
 verify: $(READY)  ## compare every parallel configuration with one process
 	$(BIN)/spurline verify --full
 
-soak: $(READY)  ## 100 random faults on 4 ranks under torchrun, compared with a run without: about 20 minutes
+soak: $(READY)  ## 100 random faults on 4 ranks under torchrun, compared with a run without: about 15 minutes
 	$(BIN)/python -m spurline.testing.soak faults --faults 100 --seconds 1200 $(ARGS)
 
 soak-runs: $(READY)  ## 200 complete runs on 2 ranks in a row, none of which may abort
