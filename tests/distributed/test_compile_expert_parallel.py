@@ -73,7 +73,7 @@ def run_compiled(rank: int, config: MoEConfig, replicated: bool, backend: str) -
             False,
             marks=pytest.mark.slow,
         ),
-        ({"row_multiple": 4, "equal_split": "forced"}, False),
+        pytest.param({"row_multiple": 4, "equal_split": "forced"}, False, marks=pytest.mark.slow),
         pytest.param({"dispatcher": "capacity", "capacity_factor": 2.0}, True, marks=pytest.mark.slow),
         ({"force_load_balance": True}, False),
         pytest.param({"force_load_balance": True}, True, marks=pytest.mark.slow),

@@ -155,7 +155,7 @@ def records_of(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("name", "async_mode"),
     slow_but(
-        [("fsdp-ep-tp", "disabled"), ("ep2", "async")],
+        [("ep2", "async")],
         [*((name, "disabled") for name in LAYOUTS), ("alone", "async"), ("ep2", "async")],
     ),
 )
