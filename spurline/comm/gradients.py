@@ -44,10 +44,14 @@ def local(weight: Tensor) -> Tensor:
 
 
 def sum_over_group(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Register hooks that sum the gradients of these parameters over the group, once per backward pass."""
+    """Register hooks that sum the gradients of these parameters over the group, once per backward pass.
+
+    Frozen parameters get one too, as they may be unfrozen later; PyTorch accepts hooks on trainable ones only.
+    """
     for parameter in parameters:
-        if parameter.requires_grad:
-            parameter.register_hook(lambda gradient: all_reduce_gradient(gradient, group))
+        is_trained = parameter.requires_grad
+        parameter.requires_grad_(True).register_hook(lambda gradient: all_reduce_gradient(gradient, group))
+        parameter.requires_grad_(is_trained)
 
 
 def sum_in_fsdp(units: Iterable[FSDPModule]) -> None:

@@ -35,6 +35,31 @@ def test_expert_weights_become_sharded_and_nothing_else_changes(ranks: RankPool)
         assert "experts.w1_EFD" in result["state"]
 
 
+def gradients_after_unfreezing(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Of a router and shared experts that were frozen while they were parallelized: on ranks, and of all tokens."""
+    torch.manual_seed(0)
+    alone = MoE(CONFIG, init_std=0.5)
+    moe = MoE(CONFIG)
+    moe.load_state_dict(alone.state_dict())
+    moe.requires_grad_(False)
+    parallelize_moe(moe, init_device_mesh("cpu", (2,)))
+    x_PTD = torch.randn(2, 5, CONFIG.dim)
+    moe(x_PTD[rank].clone().requires_grad_()).square().sum().backward()
+    assert all(p.grad is None for p in moe.parameters())
+    moe.requires_grad_(True)
+    moe(x_PTD[rank]).square().sum().backward()
+    alone(x_PTD).square().sum().backward()
+    own, whole = dict(moe.named_parameters()), dict(alone.named_parameters())
+    return [(own[name].grad, whole[name].grad) for name in own if not name.startswith("experts.")]
+
+
+def test_router_that_is_unfrozen_later_gets_the_gradient_of_all_ranks(ranks: RankPool) -> None:
+    for gradients in ranks.run(gradients_after_unfreezing, 2):
+        assert len(gradients) == 4
+        for own, whole in gradients:
+            torch.testing.assert_close(own, whole)
+
+
 def attempt(rank: int, what: str) -> str:
     world = dist.get_world_size()
     config, mesh, sequence, dtype = CONFIG, None, None, torch.float32
