@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from html import escape
 
 import numpy as np
@@ -66,7 +66,7 @@ def _now(run: Run) -> list[str]:
 def _when(run: Run) -> str:
     if not run.changed:
         return ""
-    moment = datetime.fromtimestamp(run.changed, timezone.utc)
+    moment = datetime.fromtimestamp(run.changed, UTC)
     return f'<time datetime="{moment:%Y-%m-%dT%H:%M:%SZ}">{moment:%Y-%m-%d %H:%M} UTC</time>'
 
 

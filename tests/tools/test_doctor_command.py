@@ -2,6 +2,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -84,7 +85,6 @@ def test_an_accelerator_that_this_build_does_not_use_comes_with_one_that_does(sp
 
 
 def test_every_extra_for_users_is_looked_at():
-    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has no tomllib")
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for extra, requirements in extras.items():
         if extra != "dev":
