@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -55,8 +56,9 @@ def measure_cell(config: RunConfig[Any], path: str) -> list[Errors]:
 
 
 def prepare_rank(package: str) -> None:
-    """Load plugins and the user's package, and silence torch's warnings."""
+    """Load plugins and the user's package, and silence torch's warnings: each cell is compared with the reference."""
     torch._logging.set_logs(all=logging.ERROR)
+    warnings.filterwarnings("ignore", category=UserWarning, module="torch")
     if problems := load_plugins(package):
         raise ValueError("; ".join(problems))
 
