@@ -45,7 +45,7 @@ quick: lint types  ## a first verdict in about a minute: lint, types, and the ea
 	$(BIN)/pytest -n 2 --dist worksteal -m 'not slow' -k 'not compil and not generated' \
 	    tests/test_house.py tests/test_config.py tests/ops tests/moe tests/distributed/test_own_parts.py
 
-# The type checker has one thread, and the tests leave it room at their start: 20 s less than one after the other.
+# The type checker has one thread: it runs beside the tests, not before them with one core idle.
 test: lint  ## install if needed, then lint, type check and test
 	@$(MAKE) --no-print-directory --jobs 2 types unit
 
