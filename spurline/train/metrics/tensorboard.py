@@ -26,9 +26,12 @@ class TensorBoardWriter:
         self._writer = SummaryWriter(str(Path(folder) / "tensorboard"), purge_step=first_step)
 
     def write(self, record: Mapping[str, Any]) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
         step = record["step"]
-        for name, value in scalars(record):
-            self._writer.add_scalar(name, value, step)
+        # All numbers in one event: as an event for each, they take thirty times as long.
+        numbers = [Summary.Value(tag=name, simple_value=value) for name, value in scalars(record)]
+        self._writer.file_writer.add_summary(Summary(value=numbers), step)
         for warning in record.get("warnings", ()):
             self._writer.add_text("warnings", warning, step)
 
