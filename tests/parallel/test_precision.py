@@ -4,7 +4,7 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -80,15 +80,17 @@ def test_emulation_on_an_accelerator_needs_neither(monkeypatch) -> None:
     assert not any(precision.native for precision in converted)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["float8", "mxfp8"])
-def test_training_in_8_bits_learns_what_float32_learns(recipe: str, tmp_path: Path) -> None:
-    """No worse than 2% in the mean of the last 50 of 300 steps; a single step's loss depends on its batch."""
+SEEDS = range(4)
 
-    def last_loss(recipe: str) -> float:
-        folder = tmp_path / recipe
+
+@pytest.fixture(scope="module")
+def late_losses(tmp_path_factory) -> dict[tuple[str, int], float]:
+    """The mean of the last 50 of 300 losses, by recipe and seed; a single step's loss depends on its batch."""
+
+    def run(recipe: str, seed: int) -> float:
+        folder = tmp_path_factory.mktemp("run") / "out"
         command = [sys.executable, "-m", "spurline", "train", "--module", "deepseek_v3"]
-        command += ["--config", "deepseek_v3_debugmodel", "--training.steps", "300"]
+        command += ["--config", "deepseek_v3_debugmodel", "--training.steps", "300", "--training.seed", str(seed)]
         command += ["--training.threads", "1", "--metrics.log_interval", "1"]
         command += ["--precision.recipe", recipe, "--job.dump_folder", str(folder)]
         subprocess.run(command, check=True, capture_output=True)
@@ -97,4 +99,17 @@ def test_training_in_8_bits_learns_what_float32_learns(recipe: str, tmp_path: Pa
         assert len(losses) == 300
         return sum(losses[-50:]) / 50
 
-    assert last_loss(recipe) <= 1.02 * last_loss("none")
+    runs = [(recipe, seed) for seed in SEEDS for recipe in ("none", "float8", "mxfp8")]
+    with ThreadPoolExecutor(2) as pool:  # one thread each
+        return dict(zip(runs, pool.map(lambda of: run(*of), runs), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["float8", "mxfp8"])
+def test_training_in_8_bits_learns_what_float32_learns(recipe: str, late_losses: dict[tuple[str, int], float]) -> None:
+    """Within 2% in the mean over seeds.
+
+    A single seed can't tell: with a learning rate that is larger by a millionth, a float32 run ends up to 2% away.
+    """
+    changes = [late_losses[recipe, seed] / late_losses["none", seed] - 1 for seed in SEEDS]
+    assert abs(sum(changes) / len(changes)) <= 0.02, changes
