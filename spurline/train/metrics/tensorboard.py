@@ -23,7 +23,7 @@ class TensorBoardWriter:
 
         # A new run in an old folder starts over too, as metrics.jsonl does.
         first_step = (resume_from_step or 0) + 1
-        self._writer = SummaryWriter(str(Path(folder) / "tensorboard"), purge_step=first_step)
+        self._writer: Any = SummaryWriter(str(Path(folder) / "tensorboard"), purge_step=first_step)
 
     def write(self, record: Mapping[str, Any]) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
