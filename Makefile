@@ -13,7 +13,7 @@ RUNS := .venv/.runs
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help train quick test test-slow verify soak soak-runs lint types unit format docs release clean
+.PHONY: help train quick test test-slow verify soak soak-runs walk lint types unit format docs release clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -71,6 +71,9 @@ soak: $(READY)  ## 100 random faults on 4 ranks under torchrun, compared with a 
 
 soak-runs: $(READY)  ## 200 complete runs on 2 ranks in a row, none of which may abort
 	$(BIN)/python -m spurline.testing.soak runs --runs 200 --seconds 7200 $(ARGS)
+
+walk: $(READY)  ## run every command of the README and of docs/ as written, each page in a fresh clone: more than an hour
+	$(BIN)/python tests/walk_pages.py $(PAGES)
 
 format: $(READY)  ## fix lint and formatting, like pre-commit
 	$(BIN)/ruff check --fix .

@@ -19,6 +19,18 @@ WHOLE_PAGE = re.compile(r"^<!-- all blocks: (.*) -->$", re.M)
 PROGRAMS = r"spurline(?= [a-z-])(?! \w+: )|make|pip|python|torchrun|sbatch|kubectl|docker"
 COMMAND = re.compile(rf"^(?:\$ )?(?:[A-Z_]+=\S+ )*(?:(?:{PROGRAMS})\b(?= )|\./\w)", re.M)
 
+DEBUG = "train --module deepseek_v3 --config deepseek_v3_debugmodel"
+QWEN = "train --module qwen3 --config qwen3_debugmodel"
+# What a reader of a page has already, by the commands that make it.
+HAS = {
+    "docs/finetuning.md": [f"{QWEN}_moe --checkpoint.enable --job.dump_folder made", "convert to-hf made Qwen3-0.6B"],
+    "docs/lora.md": [f"{QWEN}_moe --checkpoint.enable --job.dump_folder made", "convert to-hf made Qwen3-30B-A3B"],
+    "docs/models.md": [f"{QWEN} --checkpoint.enable --job.dump_folder outputs/dense"],
+    "docs/optimizers.md": [f"{QWEN}_moe --checkpoint.enable --job.dump_folder outputs/qwen"],
+    "docs/report.md": [f"{DEBUG} --job.dump_folder outputs/{name}" for name in ("my_run", "a", "b")],
+    "docs/routing.md": [f"{DEBUG} --checkpoint.enable --job.dump_folder outputs/my_run"],
+}
+
 
 @dataclass(frozen=True)
 class Block:
@@ -48,10 +60,16 @@ class Block:
     def reason(self) -> str:
         return self.mark.removeprefix(self.kind).lstrip(":").strip()
 
+    def lines(self) -> list[str]:
+        """Each command as it is typed; what a `console` shows of its output is left out."""
+        lines = re.sub(r"\s*\\\n\s*", " ", self.text).splitlines()
+        if self.language == "console":
+            lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+        return [line for line in lines if shlex.split(line, comments=True)]
+
     def commands(self) -> list[list[str]]:
         """The words of each command."""
-        lines = self.text.replace("\\\n", " ").splitlines()
-        return [words for line in lines if (words := shlex.split(line, comments=True))]
+        return [shlex.split(line, comments=True) for line in self.lines()]
 
 
 def blocks_of(page: Path) -> list[Block]:

@@ -1,6 +1,5 @@
 """The commands and the code in the README and in docs/ do what the pages say, and the site is whole."""
 
-import hashlib
 import json
 import re
 import shlex
@@ -14,12 +13,12 @@ from unittest import mock
 
 import pytest
 from _pytest.mark import ParameterSet
-from doc_blocks import PAGES, ROOT, blocks_of
+from doc_blocks import HAS, PAGES, ROOT, blocks_of
+from earlier_runs import changes, files_of_runs, run_to_resume
 from notebook import run_cells
 
 from spurline.cli import main
 from spurline.moe import registry
-from spurline.run_folders import find_run
 
 # Those that take seconds; all others are run by `make test-slow`.
 QUICK = ("README.md", "docs/index.md", "docs/data.md")
@@ -31,18 +30,6 @@ SMALL = {
     "--metrics.validation_batches": "1",
 }
 TRAINS = ("train", "lr-find")
-WRITES = {"report": "report.html", "routing": "routing.html"}  # into the folder of the run
-DEBUG = "train --module deepseek_v3 --config deepseek_v3_debugmodel"
-QWEN = "train --module qwen3 --config qwen3_debugmodel"
-# What a reader of a page has already, by the commands that make it.
-HAS = {
-    "docs/finetuning.md": [f"{QWEN}_moe --checkpoint.enable --job.dump_folder made", "convert to-hf made Qwen3-0.6B"],
-    "docs/lora.md": [f"{QWEN}_moe --checkpoint.enable --job.dump_folder made", "convert to-hf made Qwen3-30B-A3B"],
-    "docs/models.md": [f"{QWEN} --checkpoint.enable --job.dump_folder outputs/dense"],
-    "docs/optimizers.md": [f"{QWEN}_moe --checkpoint.enable --job.dump_folder outputs/qwen"],
-    "docs/report.md": [f"{DEBUG} --job.dump_folder outputs/{name}" for name in ("my_run", "a", "b")],
-    "docs/routing.md": [f"{DEBUG} --checkpoint.enable --job.dump_folder outputs/my_run"],
-}
 
 
 def name_of(page: Path) -> str:
@@ -102,21 +89,13 @@ def program(command: list[str]) -> list[str]:
     return command[next((i for i, word in enumerate(command) if not re.match(r"[A-Z_]+=", word)), 0) :]
 
 
-def files_of_runs() -> dict[Path, str]:
-    """The checksum of each file of every run below this folder."""
-    runs = {path.parent for path in Path().rglob("config.json")}
-    files = {path for run in runs for path in run.rglob("*") if path.is_file() and not path.is_symlink()}
-    return {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-
-
 def run(command: list[str], place: str, before: dict[Path, str]) -> dict[Path, str]:
     """A command, in this process; those that train take two steps of a small batch on a small text, or a third one.
 
-    `before` has the files of all runs so far. Of these it may change those of a run that it resumes, and the page that
-    it is asked to write. Returns the files after it.
+    `before` has the files of all runs so far, of which it may change only its own. Returns the files after it.
     """
     arguments = command[1:]
-    resumed = find_run(arguments[arguments.index("--job.resume") + 1]) if "--job.resume" in arguments else None
+    resumed = run_to_resume(arguments)
     if arguments[0] in TRAINS and not {"--help", "--dry-run"} & set(arguments):
         given = {"--training.steps"} if arguments[0] == "lr-find" else set()
         small = SMALL | ({"--training.steps": "3"} if resumed else {})
@@ -128,12 +107,10 @@ def run(command: list[str], place: str, before: dict[Path, str]) -> dict[Path, s
     except SystemExit as exit:  # what --help does
         code = exit.code
     assert code == 0, f"{place}: {' '.join(command)}"
-    after = files_of_runs()
-    changed = {path for path in before if after.get(path) != before[path]}
-    own = {path for path in changed if resumed in path.parents or path.name == WRITES.get(arguments[0])}
-    assert changed == own, f"{place}: an earlier run was changed: {changed - own}"
+    own, others = changes(arguments, resumed, before)
+    assert not others, f"{place}: an earlier run was changed: {others}"
     assert not resumed or own, f"{place}: it took no further step"
-    return after
+    return files_of_runs()
 
 
 @pytest.mark.parametrize("page", pages_with("bash"))

@@ -1,4 +1,4 @@
-"""A tokenizer folder and conversations for the tests of chat data."""
+"""A tokenizer folder, a model and conversations for the tests of chat data."""
 
 import json
 from pathlib import Path
@@ -94,3 +94,29 @@ def tokenizer_folder(folder: Path, template: str = MARKED) -> Path:
 def write_chats(path: Path, chats: list[dict[str, Any]]) -> Path:
     path.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
     return path
+
+
+def make_model(folder: Path, longest: int = 64) -> Path:
+    """A tiny random Qwen3 MoE of `transformers` for sequences of up to `longest` tokens, and the tokenizer above."""
+    import torch
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer_folder(folder))
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=320,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=longest,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    return folder

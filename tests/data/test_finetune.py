@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 
 import peft
 import pytest
-import torch
 import transformers
-from chats import assistant, tokenizer_folder, user, write_chats
+from chats import assistant, make_model, user, write_chats
 
 from spurline.cli import main
 
@@ -32,27 +31,6 @@ class Tuned(NamedTuple):
 
 def right_answer(question: str) -> str:
     return question[::-1].upper()
-
-
-def make_model(folder: Path) -> None:
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer_folder(folder))
-    torch.manual_seed(0)
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=320,
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        intermediate_size=64,
-        moe_intermediate_size=32,
-        num_experts=4,
-        num_experts_per_tok=2,
-        max_position_embeddings=64,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
