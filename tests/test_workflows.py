@@ -11,6 +11,14 @@ from spurline import __version__
 
 ROOT = Path(__file__).parent.parent
 WORKFLOWS = {path.stem: yaml.safe_load(path.read_text()) for path in (ROOT / ".github/workflows").glob("*.yml")}
+ON_NODE_24 = {  # the first major version of each action whose action.yml says node24
+    "actions/checkout": 5,
+    "actions/setup-python": 6,
+    "actions/upload-artifact": 6,
+    "actions/download-artifact": 7,
+    "actions/upload-pages-artifact": 5,  # composite, with upload-artifact@v7
+    "actions/deploy-pages": 5,
+}
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
@@ -39,6 +47,15 @@ def test_workflow_runs_what_there_is(name: str) -> None:
     for job in workflow["jobs"].values():
         needed = [job["needs"]] if isinstance(job.get("needs"), str) else job.get("needs", [])
         assert set(needed) <= workflow["jobs"].keys()
+
+
+def test_actions_run_on_a_node_that_runners_have() -> None:
+    """GitHub removed Node 20 from its runners in autumn 2026."""
+    used = {step["uses"] for workflow in WORKFLOWS.values() for step in steps_of(workflow) if "uses" in step}
+    versions = dict(action.split("@") for action in used)
+    assert versions.pop("pypa/gh-action-pypi-publish") == "release/v1"  # runs in a container
+    assert len(versions) == len(used) - 1  # one version of each
+    assert {name for name, version in versions.items() if int(version.removeprefix("v")) < ON_NODE_24[name]} == set()
 
 
 def test_every_file_with_the_version_names_the_newest_release_of_the_changelog() -> None:
