@@ -69,6 +69,17 @@ def test_constraints_pin_packages_of_the_project_and_are_what_the_image_is_built
     assert '"dockerfile": "../Dockerfile"' in (ROOT / ".devcontainer/devcontainer.json").read_text()
 
 
+def test_commands_for_users_install_a_build_that_the_tested_pytorch_has() -> None:
+    """An index without it would give an older PyTorch, which `pip install .` then replaces by another build."""
+    page, doctor = (ROOT / "docs/install.md").read_text(), (ROOT / "spurline/tools/doctor.py").read_text()
+    tested = re.search(r"^CPU_TORCH := (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
+    installed = re.findall(r"(?<=pip install )(?:--\S+ )*(torch\S*?)(?=[`\s])", page + doctor)
+    assert len(installed) == 8
+    assert set(installed) == {tested}
+    builds = set(re.findall(r"(?:whl/|`|\")(cpu|cu\d+|rocm[\d.]+|xpu)\b", page + doctor))
+    assert builds == {"cpu", "cu126", "cu130", "cu132", "rocm7.2", "xpu"}  # those of 2.13.0
+
+
 def test_what_tests_need_comes_with_the_tools_and_what_is_skipped_is_printed() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     extras = re.search(r'^dev = \[\n    "spurline\[([a-z,]+)\]"', text, re.MULTILINE)[1].split(",")

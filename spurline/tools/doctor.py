@@ -191,7 +191,7 @@ def _accelerators() -> list[Finding]:
 # file that the driver creates: (vendor of the accelerator, index of PyTorch's builds for it)
 _DRIVERS = {
     "/dev/nvidiactl": ("NVIDIA", "cu130"),
-    "/dev/kfd": ("AMD", "rocm7.1"),
+    "/dev/kfd": ("AMD", "rocm7.2"),
     "/sys/module/xe": ("Intel", "xpu"),
 }
 
@@ -200,7 +200,7 @@ def _no_accelerator() -> Finding:
     """Report an accelerator whose driver is loaded, if any, and the PyTorch build that can use it."""
     for path, (maker, build) in _DRIVERS.items():
         if Path(path).exists():
-            hint = f"pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/{build}"
+            hint = f"pip install --force-reinstall torch==2.13.0 --index-url https://download.pytorch.org/whl/{build}"
             detail = f"{maker}'s driver is loaded, but this PyTorch build does not use it"
             return Finding("accelerator", False, detail, f"{hint}; other versions: docs/install.md")
     hint = "training runs on the CPU; builds for accelerators: docs/install.md"

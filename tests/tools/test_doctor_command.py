@@ -79,7 +79,7 @@ def test_an_accelerator_that_this_build_does_not_use_comes_with_one_that_does(sp
     monkeypatch.setattr(doctor, "_DRIVERS", {str(tmp_path / "none"): ("A", "a"), str(tmp_path): ("B", "b1")})
     found = findings(spurline)["accelerator"]
     assert found["detail"] == "B's driver is loaded, but this PyTorch build does not use it"
-    assert "torch --index-url https://download.pytorch.org/whl/b1" in found["hint"]
+    assert "torch==2.13.0 --index-url https://download.pytorch.org/whl/b1" in found["hint"]
     monkeypatch.setattr(doctor, "_DRIVERS", {})
     assert "docs/install.md" in findings(spurline)["accelerator"]["hint"]
 
