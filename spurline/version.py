@@ -1,3 +1,3 @@
-"""The version of the package."""
+"""The version of the package: between two releases, that of the next one with .dev0."""
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"
