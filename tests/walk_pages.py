@@ -63,6 +63,8 @@ def run(line: str) -> tuple[int, float, str]:
         "PYTHONPATH": str(Path("examples/my_moe_pack").resolve()),  # as if it were installed
     }
     start = time.monotonic()
+    if FOLLOWS_A_RUN in line:
+        line = f"exec {line}"  # Ctrl-C is for the program, not for the shell around it
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
             line, shell=True, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, process_group=0
