@@ -80,13 +80,17 @@ def family_of(config_name: Any) -> str:
     return owners[0] if len(owners) == 1 else ""
 
 
+def preset_names() -> list[str]:
+    """The presets of all families."""
+    return sorted(name for family in family_names() for name in family_configs(family))
+
+
 def preset_problems(module: Any, config_name: Any, prefix: str = "") -> list[str]:
     """Why there is no such preset, with the available ones; empty if it exists."""
     if not module:
         if not config_name:
             return [f"{prefix}config is missing: `spurline configs` lists the presets"]
-        names = sorted(name for family in family_names() for name in family_configs(family))
-        if config_name not in names:
+        if config_name not in (names := preset_names()):
             known = did_you_mean(str(config_name), names)
             return [f"{prefix}config: there is no preset {config_name!r}{known} `spurline configs` lists them"]
     found = not_among(f"{prefix}module", module, family_names())

@@ -12,7 +12,7 @@ import tyro
 
 from spurline.config import Job, RunConfig
 from spurline.config.presets import PRESETS
-from spurline.config_io import ConfigError, family_of, load, not_among, preset_problems
+from spurline.config_io import ConfigError, family_of, load, not_among, preset_names, preset_problems
 from spurline.data import check_data
 from spurline.data.hf_datasets import SCHEME as DATASET_SCHEME
 from spurline.hf.settings import run_config_for
@@ -85,7 +85,13 @@ def resolve_command(
     before, given = split_options(argv)
     named = {option.name: option.values[0] for option in given if option.values}
     problems = load_user_code(argv)
+    if "config" not in named and before and before[0] in preset_names():
+        problems.append(f"unexpected argument {before[0]!r}: did you mean --config {before[0]}?")
+        named["config"] = before[0]  # so that the rest is checked as if it had been typed
+        before, argv = before[1:], argv[1:]
     start, not_found = _starting_point(named, kind)
+    if {"config", "config_file"} & {option.name for option in given if not option.values}:  # reported by `parse`
+        not_found = [problem for problem in not_found if not problem.startswith("--config is missing")]
     problems += not_found
     start, no_preset = _with_preset(start, named.get("preset", ""))
     problems += no_preset
@@ -296,7 +302,8 @@ examples
       --data.path books/
 
 Option names accept hyphens or underscores: --dry-run is --dry_run. --compile,
---checkpoint and --profile are short for --compile.enable and so on."""
+--checkpoint and --profile are short for --compile.enable and so on. An empty list
+is "", as in --optimizer.groups ""."""
 
 
 def _description(start: RunCommand[Any], prog: str, examples: str) -> str:

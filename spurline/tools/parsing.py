@@ -60,17 +60,23 @@ def wants_help(argv: list[str]) -> bool:
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
-def _spelled_out(default: Any, argv: list[str]) -> list[str]:
-    """Expand short dtype names in argv: bf16 becomes bfloat16."""
-    types, (before, given) = option_types(default), split_options(argv)
-    tokens = before
+def _as_tyro_reads_it(default: Any, argv: list[str]) -> tuple[list[str], list[str]]:
+    """Expand short dtype names (bf16 becomes bfloat16) and empty lists; returns argv and the lists without a value."""
+    types, (tokens, given) = option_types(default), split_options(argv)
+    problems = []
     for option in given:
+        hint = types.get(option.name)
+        is_list = get_origin(hint) in (list, tuple)
         long = _SHORT.get(option.values[0] if len(option.values) == 1 else "")
-        if long in get_args(types.get(option.name)):
-            tokens = [*tokens, f"--{option.name}={long}"]
+        if is_list and not option.values:
+            problems.append(f'{option.tokens[0]}: needs a value, {expected(hint)} ("" for none)')
+        elif is_list and option.values == [""]:
+            tokens.append(f"--{option.name}")
+        elif long in get_args(hint):
+            tokens.append(f"--{option.name}={long}")
         else:
-            tokens = [*tokens, *option.tokens]
-    return tokens
+            tokens += option.tokens
+    return tokens, problems
 
 
 def parse(cls: type[T], default: T, argv: list[str], prog: str, description: str) -> tuple[T, list[str]]:
@@ -81,12 +87,13 @@ def parse(cls: type[T], default: T, argv: list[str], prog: str, description: str
     settings: dict[str, Any] = {"prog": prog, "description": description, "use_underscores": True}
     if wants_help(argv):
         tyro.cli(cls, default=default, args=["--help"], **settings)  # prints and exits
-    argv = _spelled_out(default, argv)
+    argv, problems = _as_tyro_reads_it(default, argv)
     try:
         with contextlib.redirect_stderr(io.StringIO()):
-            return tyro.cli(cls, default=default, args=argv, **settings), []
+            return tyro.cli(cls, default=default, args=argv, **settings), problems
     except SystemExit:
-        valid, problems = _diagnose(default, argv, prog)
+        valid, not_understood = _diagnose(default, argv, prog)
+        problems += not_understood
     # If tyro rejects something that _diagnose accepts, this call prints tyro's own error and exits.
     return tyro.cli(cls, default=default, args=valid, **settings), problems
 
@@ -119,6 +126,8 @@ def option_types(section: Any, prefix: str = "") -> dict[str, Any]:
         hint = hint.__origin__ if marks else hint
         renamed = [mark.name for mark in marks if getattr(mark, "name", None) is not None]
         leaf = renamed[0] if renamed else f.name
+        if tyro.conf.UseAppendAction in marks:  # it is typed once for each item
+            hint = get_args(hint)[0]
         if dataclasses.is_dataclass(value):
             found |= option_types(value, f"{prefix}{leaf}." if leaf else prefix)
         else:

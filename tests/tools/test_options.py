@@ -60,6 +60,38 @@ def test_family_follows_from_the_preset():
         resolve(["--config", "qwen3_debugmodel_mo"])
 
 
+def complaints(*argv: str) -> list[str]:
+    with pytest.raises(ConfigError) as raised:
+        resolve([*argv])
+    return raised.value.problems
+
+
+def test_preset_without_its_option_is_taken_for_it_in_what_else_is_reported():
+    preset = "deepseek_v3_debugmodel"
+    typed = f"unexpected argument {preset!r}: did you mean --config {preset}?"
+    assert complaints(preset) == [typed]
+    assert complaints(preset, "--model.moe.topk", "3") == [
+        typed,
+        "--model.moe.topk: no such option. Did you mean --model.moe.top_k?",
+    ]
+    assert complaints(preset, "--config", preset) == [
+        f"unexpected argument {preset!r}: options have the form --section.option value"
+    ]
+
+
+@pytest.mark.parametrize("option", ["--config", "--config-file"])
+def test_option_without_its_preset_is_not_also_missing(option):
+    assert complaints(option) == [f"{option}: needs a value, text"]
+    assert complaints("--module", "deepseek_v4", option)[0].startswith("--module: there is no 'deepseek_v4'.")
+
+
+def test_rules_of_a_preset_can_be_dropped_but_not_by_accident():
+    preset = ["--config", "deepseek_v3_first", "--optimizer.groups"]
+    assert family_configs("deepseek_v3")["deepseek_v3_first"]().optimizer.groups
+    assert resolve([*preset, ""]).run_config.optimizer.groups == ()
+    assert complaints(*preset) == ['--optimizer.groups: needs a value, a list ("" for none)']
+
+
 def test_short_names_of_dtypes():
     assert resolved("--training.dtype", "bf16").training.dtype == "bfloat16"
     assert resolved("--optimizer.ns_dtype=fp32").optimizer.ns_dtype == "float32"

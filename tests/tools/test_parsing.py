@@ -25,6 +25,7 @@ class Options:
     once: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     for_: Annotated[str, tyro.conf.arg(name="for")] = ""
     part: Inner = field(default_factory=Inner)
+    names: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
 
 
 def read(*argv: str) -> tuple[Options, list[str]]:
@@ -47,6 +48,7 @@ def test_every_option_has_its_dotted_name_and_type():
         "rate": float,
         "once": bool,
         "for": str,
+        "names": str,  # which is given once for each
         "part.switch": bool,
         "part.no_switch": bool,
         "part.mode": Literal["fast", "slow"],
@@ -87,6 +89,9 @@ def test_flag_can_be_switched_off():
         (["--part.mode", "medium"], "--part.mode: 'medium' is not one of fast, slow"),
         (["--part.limit", "1.5"], "--part.limit: '1.5' is not an integer or None"),
         (["--part.sizes", "1", "x"], "--part.sizes: '1' 'x' is not a list"),
+        (["--part.sizes"], '--part.sizes: needs a value, a list ("" for none)'),
+        (["--names"], "--names: needs a value, text"),
+        (["--names", "a", "b"], "--names: takes one value, got 'a' 'b'. Quote values that contain spaces"),
         (["--part.switch", "True"], "--part.switch: takes no value, got 'True'. Its opposite is --part.no_switch"),
         (["--part.no-switch=1"], "--part.no-switch: takes no value, got '1'. Its opposite is --part.switch"),
         (["--once", "yes"], "--once: takes no value, got 'yes'"),
@@ -105,11 +110,22 @@ def test_mistake_is_told_in_words(argv, problem, capsys):
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize("argv", [["--part.sizes", ""], ["--part.sizes="]])
+def test_an_empty_value_is_an_empty_list(argv):
+    assert read(*argv) == (Options(part=Inner(sizes=())), [])
+
+
+def test_an_option_that_is_repeated_takes_a_value_each_time():
+    assert read("--names", "a", "--names=") == (Options(names=("a", "")), [])
+    assert read("--names", "a", "--names") == (Options(names=("a",)), ["--names: needs a value, text"])
+
+
 def test_sound_options_are_taken_when_others_are_not():
     options, problems = read("--rate", "x", "--text", "kept", "--part.mode", "y", "--part.limit", "7")
     assert options == Options(text="kept", part=Inner(limit=7))
     assert len(problems) == 2
     assert read("--rate", "x", "--text=-x")[0] == Options(text="-x")
+    assert read("--part.sizes", "--text", "kept")[0] == Options(text="kept")
 
 
 def test_mistake_only_tyro_sees_is_told_in_its_words(monkeypatch, capsys):
