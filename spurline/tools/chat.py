@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spurline import config_io
-from spurline.config_io import ConfigError
+from spurline.config import RunConfig
 from spurline.tools.generate import Command, first_messages, load_model, open_chat_format
 
 if TYPE_CHECKING:
@@ -17,11 +16,8 @@ if TYPE_CHECKING:
 _INTRODUCTION = "an empty line or Ctrl-D ends the conversation; /new begins another one"
 
 
-def converse(run_folder: Path, command: Command) -> int:
+def converse(run_folder: Path, config: RunConfig[Any], command: Command) -> int:
     """Read questions from the terminal and print answers as they are generated, until the user ends it."""
-    if not run_folder.is_dir():
-        raise ConfigError([f"{run_folder}: no such folder"])
-    _, _, config = config_io.load(run_folder / "config.json")
     chat = open_chat_format(config)
     model = load_model(run_folder, config, command.step, command.sign_key_file)
     print(_INTRODUCTION)

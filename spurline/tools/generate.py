@@ -6,6 +6,8 @@ import io
 import json
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -79,9 +81,6 @@ class Command:
             if getattr(self, name) < 1
         ]
         found += [f"--{problem}" for problem in self.sampling.problems()]
-        given = bool(self.prompt) + bool(self.prompts_file)
-        if given > 1 or (not given and not self.chat):
-            found.append("give either --prompt or --prompts_file")
         if self.system and not self.chat:
             found.append("--system needs --chat")
         return found
@@ -91,15 +90,15 @@ def main(argv: list[str]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for characters that the terminal can't encode
     try:
-        run_folder, command = _parse_command(argv)
+        run_folder, config, command, prompts = _parse_command(argv)
         if command.chat and not (command.prompt or command.prompts_file) and sys.stdin.isatty():
             from spurline.tools.chat import converse
 
-            return converse(run_folder, command)
-        prompts = list(command.prompt) or read_prompts(command.prompts_file or "-")
+            return converse(run_folder, config, command)
+        prompts = prompts or read_prompts("-")
         if not all(prompts):
             raise ConfigError(["--prompt: the prompt is empty"])
-        return _generate(run_folder, command, prompts)
+        return _generate(run_folder, config, command, prompts)
     except ConfigError as error:
         return complain(PROG, error.problems)
     except ValueError as error:
@@ -113,17 +112,46 @@ def main(argv: list[str]) -> int:
         return 130
 
 
-def _parse_command(argv: list[str]) -> tuple[Path, Command]:
+def _parse_command(argv: list[str]) -> tuple[Path, RunConfig[Any], Command, list[str]]:
+    """The run folder, its config, the options, and the prompts: none if they come from standard input."""
     problems = load_user_code(argv)
     before, _ = split_options(argv)
     command, not_understood = parse(Command, Command(), argv[len(before) :], f"{PROG} RUN", DESCRIPTION)
-    problems += not_understood
-    if len(before) != 1:
-        got = f", got {' '.join(map(repr, before))}" if before else ""
-        problems.append(f"expected one run folder first, as in {PROG} outputs/my_run --prompt TEXT{got}")
-    if problems := problems + command.problems():
+    problems += not_understood + command.problems()
+    with _added_to(problems):
+        run_folder, config = _open_run(before)
+    with _added_to(problems):
+        is_reported = any(problem.startswith("--prompt") for problem in not_understood)
+        prompts = [] if is_reported else _prompts_of_options(command)
+    if problems:
         raise ConfigError(problems)
-    return find_run(before[0]), command
+    return run_folder, config, command, prompts
+
+
+@contextmanager
+def _added_to(problems: list[str]) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        problems += error.problems
+
+
+def _open_run(folders: list[str]) -> tuple[Path, RunConfig[Any]]:
+    if len(folders) != 1:
+        got = f", got {' '.join(map(repr, folders))}" if folders else ""
+        raise ConfigError([f"expected one run folder first, as in {PROG} outputs/my_run --prompt TEXT{got}"])
+    run_folder = find_run(folders[0])
+    if not run_folder.is_dir():
+        raise ConfigError([f"{run_folder}: no such folder"])
+    _, _, config = config_io.load(run_folder / "config.json")
+    return run_folder, config
+
+
+def _prompts_of_options(command: Command) -> list[str]:
+    given = bool(command.prompt) + bool(command.prompts_file)
+    if given > 1 or (not given and not command.chat):
+        raise ConfigError(["give either --prompt or --prompts_file"])
+    return read_prompts(command.prompts_file) if command.prompts_file not in ("", "-") else list(command.prompt)
 
 
 def read_prompts(path: str) -> list[str]:
@@ -181,10 +209,7 @@ class Text:
         return piece
 
 
-def _generate(run_folder: Path, command: Command, prompts: list[str]) -> int:
-    if not run_folder.is_dir():
-        raise ConfigError([f"{run_folder}: no such folder"])
-    _, _, config = config_io.load(run_folder / "config.json")
+def _generate(run_folder: Path, config: RunConfig[Any], command: Command, prompts: list[str]) -> int:
     from spurline.data.tokenizer import tokenizer_for
 
     chat = open_chat_format(config) if command.chat else None

@@ -206,6 +206,26 @@ def test_bad_input_is_one_clear_line(spurline, tmp_path, run, argv, complaint):
     assert re.fullmatch(f"spurline generate: {complaint}", line), line
 
 
+@pytest.mark.parametrize(
+    ("argv", "complaints"),
+    [
+        (["nowhere"], ["nowhere: no such folder", "give either --prompt or --prompts_file"]),
+        (["nowhere", "--prompt"], ["--prompt: needs a value, text", "nowhere: no such folder"]),
+        (
+            ["nowhere", "--top-p", "2", "--prompts-file", "missing"],
+            [
+                "--top_p must be above 0 and at most 1, got 2.0",
+                "nowhere: no such folder",
+                "--prompts_file missing: can't read the file: No such file or directory",
+            ],
+        ),
+    ],
+)
+def test_all_that_is_wrong_is_reported_together(spurline, argv, complaints):
+    heading = f"spurline generate: {len(complaints)} problems"
+    assert spurline("generate", *argv) == (2, "", "\n  ".join([heading, *complaints]) + "\n")
+
+
 def test_tokenizer_that_the_model_has_no_room_for_is_refused(spurline, tmp_path):
     save_run(tmp_path / "run", config=replace(CONFIG, model=replace(CONFIG.model, vocab_size=256)))
     code, _, err = spurline("generate", "run", *X)
