@@ -11,7 +11,7 @@ autograd runs nodes in the reverse order of their creation.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from spurline.accelerator import record_event, side_stream_behind
 from spurline.comm.collectives import group_size
 from spurline.comm.conservation import check_rows, check_splits, text_of
 from spurline.ops.float8_rows import pack_rows, unpack_rows
+from spurline.ops.rows import pad_rows
 
 _ops = torch.ops._c10d_functional
 _all_to_all, _wait = _ops.all_to_all_single, _ops.wait_tensor
@@ -73,6 +74,16 @@ class Departure:
             started.record_stream(torch.accelerator.current_stream())  # allocated on the side stream, used on this one
         return InFlight(rows_SD, started, splits_2P, name, label, check, overlap, self.packed_width)
 
+    def padded(self, place_S: Tensor, num_places: int) -> Departure:
+        """The same rows, each in its own place, with zeros in empty places.
+
+        Without `ready`: places are computed from numbers that the host reads, after whatever has been queued since.
+        """
+        padded = depart(pad_rows(self.rows_SD, place_S, num_places), self.group)
+        if self.packed_SY is None:
+            return padded
+        return replace(padded, packed_width=self.packed_width, packed_SY=pad_rows(self.packed_SY, place_S, num_places))
+
 
 def depart(rows_SD: Tensor, group: dist.ProcessGroup, beside: bool = False, packed_width: int = 0) -> Departure:
     """Prepare rows to be sent; what runs from here to `wait()` overlaps the exchange in the backward pass.
@@ -118,7 +129,6 @@ def start_exchange(
     check: str = "",
     overlap: bool = True,
     returning: bool = False,
-    packed_width: int = 0,
 ) -> InFlight:
     """Start to send splits_2P[0, i] rows to rank i and to receive splits_2P[1, i] from it, in rank order.
 
@@ -127,11 +137,9 @@ def start_exchange(
     process, that is on gloo) or "rows" (compare splits and checksums of all rows; such an exchange is complete when it
     returns). Without `overlap` it is also complete when it returns, in both directions: needed if a graph ends between
     start and wait. `returning` rows are sent back to be combined: selective checkpointing saves only those sent to
-    experts. `packed_width` columns are sent as float8 (see `depart`).
+    experts.
     """
-    return depart(rows_SD, group, packed_width=packed_width).start(
-        splits_2P, output_size, label, check, overlap, returning
-    )
+    return depart(rows_SD, group).start(splits_2P, output_size, label, check, overlap, returning)
 
 
 def exchange_rows(

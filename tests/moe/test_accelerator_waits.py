@@ -90,6 +90,8 @@ class Accelerator(TorchDispatchMode):
             self.events.append(f"copy to the device, blocking ({func})")  # an index that lies on the host
         elif func is torch.ops.spurline.start_exchange.default:
             self.events.append("exchange")
+        elif func is torch.ops.spurline.pack_rows.default:
+            self.events.append("pack")
         return func(*args, **kwargs)
 
     @property
@@ -121,6 +123,15 @@ def test_the_host_waits_once_and_behind_the_shared_experts(
     assert device.waits == ["host waits"]
     # Rows leave as soon as the host knows how many, and come back; gradients go the same ways.
     forward = ["copy queued", "shared experts", "host waits", "exchange", "exchange"]
+    assert device.events == [*forward, "exchange", "exchange", "gradient of shared experts"]
+
+
+@pytest.mark.parametrize("group", [8], indirect=True)
+@pytest.mark.parametrize("equal_split", ["off", "forced"])
+def test_rows_are_packed_once(group: dist.ProcessGroup, equal_split: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = dataclasses.replace(CONFIG, exchange_dtype="float8", equal_split=equal_split)
+    device = events_of_a_step(config, group, monkeypatch)
+    forward = ["copy queued", "pack", "shared experts", "host waits", "exchange", "exchange"]
     assert device.events == [*forward, "exchange", "exchange", "gradient of shared experts"]
 
 

@@ -11,10 +11,10 @@ from typing import Protocol
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from spurline.comm.exchange import Departure, InFlight, exchange_rows, start_exchange
+from spurline.comm.exchange import Departure, InFlight, exchange_rows
 from spurline.moe.dispatch.permute import index_of_segments
 from spurline.moe.telemetry import counted
-from spurline.ops.rows import gather_rows, scatter_add_rows
+from spurline.ops.rows import pad_rows, unpad_rows
 
 
 class Exchange(Protocol):
@@ -90,20 +90,18 @@ class EqualSplitExchange:
         }
     )
     def start(self, departure: Departure) -> PaddedInFlight:
-        started = self._start(departure.rows_SD, self.send_index_S, packed_width=departure.packed_width)
+        padded = departure.padded(self.send_index_S, self.num_padded)
+        started = padded.start(None, self.num_padded, self.label, self.check, self.overlap)
         return PaddedInFlight(started, self.receive_index_R)
 
     def inverse(self, rows_RD: Tensor) -> Tensor:
-        return PaddedInFlight(self._start(rows_RD, self.receive_index_R, True), self.send_index_S).wait()
+        padded = pad_rows(rows_RD, self.receive_index_R, self.num_padded)
+        returned = exchange_rows(padded, None, self.group, self.num_padded, self.label, self.check, returning=True)
+        return unpad_rows(returned, self.send_index_S)
 
     @property
     def num_padded(self) -> int:
         return self.group.size() * self.largest_split
-
-    def _start(self, rows_RD: Tensor, index_R: Tensor, returning: bool = False, packed_width: int = 0) -> InFlight:
-        padded_RD = scatter_add_rows(rows_RD, index_R, self.num_padded)
-        how = self.label, self.check, self.overlap, returning, packed_width
-        return start_exchange(padded_RD, None, self.group, self.num_padded, *how)
 
 
 @dataclass(frozen=True)
@@ -114,4 +112,4 @@ class PaddedInFlight:
     index_R: Tensor
 
     def wait(self) -> Tensor:
-        return gather_rows(self.in_flight.wait(), self.index_R)
+        return unpad_rows(self.in_flight.wait(), self.index_R)
