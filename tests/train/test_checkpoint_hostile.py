@@ -229,6 +229,13 @@ def set_shape(tensors):
     tensors["optimizer.exp_avg.0.weight"]["shape"] = [2**40, 2**20]
 
 
+def add_an_empty_tensor_of_impossible_size(tensors):
+    """Its number of elements is 0, but overflows before the 0 is multiplied."""
+    file = tensors["model.0.weight"]["chunks"][0][2]
+    sizes = [2**61, 2**61, 0]
+    tensors["model.0.other"] = {"dtype": "float32", "shape": sizes, "chunks": [[[0, 0, 0], sizes, file, 0]]}
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [
@@ -240,6 +247,7 @@ def set_shape(tensors):
         (set_chunk(1, [1, 3]), "do not fill it"),
         (set_chunk(0, ["a"]), "is not valid"),
         (set_shape, "do not fill it"),
+        (add_an_empty_tensor_of_impossible_size, "the shape of tensor 'model.0.other' is not valid"),
         (lambda tensors: tensors["model.0.weight"].update(dtype="object"), "is not valid"),
         (lambda tensors: tensors["model.0.weight"].update(chunks=[]), "do not fill it"),
         (leave_a_hole, "do not fill it"),
@@ -257,7 +265,7 @@ def test_metadata_stays_inside_of_its_files(tmp_path, change, told):
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("entry", [{"dtype": "float32", "shape": []}, {"shape": [0, 2**61, 2**61], "chunks": []}])
+@pytest.mark.parametrize("entry", [{"dtype": "float32", "shape": []}, {"shape": [0, 2], "chunks": []}])
 def test_a_random_state_that_is_not_bytes_is_one_line(tmp_path, entry):
     def change(tensors):
         file = tensors["random.0"]["chunks"][0][2]
@@ -267,6 +275,24 @@ def test_a_random_state_that_is_not_bytes_is_one_line(tmp_path, entry):
     rewrite(tmp_path / "checkpoints" / "step-00000001", change)
     with pytest.raises(ValueError, match=r"has no random\.0 of bytes"):
         CheckpointManager(tmp_path, 1, 0).restore_random(1, seed=0)
+
+
+def test_an_empty_chunk_does_not_take_the_place_of_another(tmp_path):
+    """With the offsets of the first half, and its data in the second: verifying would read one, loading the other."""
+    rows = nn.Linear(4, 4, bias=False)
+    CheckpointManager(tmp_path, 1, 0).save(1, rows, torch.optim.AdamW(rows.parameters()), {})
+
+    def change(tensors):
+        entry = tensors["model.weight"]
+        ((_, _, file, begin),) = entry["chunks"]
+        half, other = ([[row, 0], [2, 4], file, begin + row * 16] for row in (0, 2))
+        entry["chunks"] = [half, other, [[0, 0], [0, 4], file, begin + 32]]
+
+    rewrite(tmp_path / "checkpoints" / "step-00000001", change)
+    checkpoints, loaded = CheckpointManager(tmp_path, 1, 0), nn.Linear(4, 4, bias=False)
+    checkpoints.load(1, loaded, None)
+    assert torch.equal(checkpoints.open(1).read_tensor("model.weight"), rows.weight)
+    assert torch.equal(loaded.weight, rows.weight)
 
 
 def test_a_renamed_folder_is_not_taken_for_another_step(tmp_path):

@@ -133,6 +133,9 @@ def check_layout(layout: Layout, file_sizes: Mapping[str, int]) -> None:
     for name, tensor in layout.tensors.items():
         if not name.isprintable():  # names are printed
             raise ValueError(f"the name of tensor {name[:100]!r} has invisible characters")
+        # torch multiplies the sizes before it looks for a 0 among them.
+        if math.prod(size or 1 for size in tensor.shape) * tensor.dtype.itemsize >= 2**63:
+            raise ValueError(f"the shape of tensor {name!r} is not valid")
         for chunk in tensor.chunks:
             if not len(tensor.shape) == len(chunk.offsets) == len(chunk.shape) or any(
                 offset + size > whole

@@ -128,11 +128,14 @@ class _Reader(dcp.StorageReader):
         entries: dict[str, Any] = {}
         places: dict[MetadataIndex, int] = {}
         for name, tensor in self._checkpoint.layout.tensors.items():
+            # Offsets identify a chunk; those of an empty one may be those of another.
+            chunks = {number: chunk for number, chunk in enumerate(tensor.chunks) if 0 not in chunk.shape}
             boxes = [
-                dcp.ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.shape)) for chunk in tensor.chunks
+                dcp.ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.shape))
+                for chunk in chunks.values()
             ]
             entries[name] = dcp.TensorStorageMetadata(TensorProperties(tensor.dtype), torch.Size(tensor.shape), boxes)
-            places |= {MetadataIndex(name, chunk.offsets): number for number, chunk in enumerate(tensor.chunks)}
+            places |= {MetadataIndex(name, chunk.offsets): number for number, chunk in chunks.items()}
         return dcp.Metadata(entries, storage_data=places)
 
     def set_up_storage_reader(self, metadata: dcp.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
