@@ -145,6 +145,14 @@ def test_a_key_whose_hash_would_overflow_the_stack_is_refused():
         read_pickle(deep, {})
 
 
+def shared_tuple():
+    """Written out, it would have 2**16 entries; with 2**64 of them, this test would not end if it failed."""
+    shared = (1,)
+    for _ in range(16):
+        shared = (shared, shared)
+    return shared
+
+
 def repeated():
     """A tensor of stride 0: 8 GB of one number."""
     return torch.zeros(1).expand(2**31)
@@ -171,6 +179,13 @@ def test_a_list_that_a_pickle_shares_with_itself_is_refused(tmp_path):
     version1.save(tmp_path, 1, *trained(), {}, lambda state: {**state, "extra": ({"run": {"a": shared}},)})
     with pytest.raises(ValueError, match="its extra is not a dict of numbers"):
         CheckpointManager(tmp_path, 1, 0).load_newest(*make())
+
+
+@pytest.mark.parametrize("entry", [("python", (shared_tuple(), (1,), None)), ("torch", shared_tuple())])
+def test_a_random_state_of_more_than_numbers_is_not_written_out(tmp_path, entry):
+    version1.save(tmp_path, 1, *trained(), {}, lambda state: {**state, "random.0": (dict([entry]),)})
+    with pytest.raises(ValueError, match="it has more than numbers and arrays"):
+        CheckpointManager(tmp_path, 1, 0).restore_random(1, seed=0)
 
 
 # Files that point elsewhere.

@@ -181,14 +181,20 @@ def read_extra(folder: Path | RemotePath, layout: Layout) -> dict[str, Any]:
 
 
 def read_random_state(folder: Path | RemotePath, layout: Layout, rank: int) -> dict[str, Any]:
+    """Numbers and arrays only: an error message would write out a tuple that a pickle shares with itself."""
     state = _read_object(folder, layout, f"random.{rank}")
     if type(state) is not dict:
         raise ValueError(f"'{folder}' is damaged: its random state is not a dict")
-    return {key: tuple(map(_plain, value)) if type(value) is tuple else value for key, value in state.items()}
+    return {key: tuple(map(_plain, value)) if type(value) is tuple else _plain(value) for key, value in state.items()}
 
 
 def _plain(value: Any) -> Any:
-    return value.array() if isinstance(value, _Array) else value
+    if isinstance(value, _Array):
+        return value.array()
+    are_numbers = type(value) is tuple and all(type(number) is int for number in value)
+    if not are_numbers and not isinstance(value, int | float | str | Tensor | None):
+        raise ValueError("the random state in the checkpoint is damaged: it has more than numbers and arrays")
+    return value
 
 
 def _read_object(folder: Path | RemotePath, layout: Layout, name: str) -> Any:
