@@ -160,11 +160,6 @@ def all_reduce_counts(count: Tensor, group: dist.ProcessGroup) -> Tensor:
     return count if group_size(group) == 1 else _all_reduce(count, group)
 
 
-def all_reduce_gradient(gradient: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The gradient of a weight that is replicated over the group, summed over the ranks' tokens."""
-    return _all_reduce(gradient, group)
-
-
 def group_size(group: dist.ProcessGroup) -> int:
     """The number of ranks of the group; a ValueError if it is not a process group."""
     if not isinstance(group, dist.ProcessGroup):

@@ -4,7 +4,7 @@
 | --- | --- | --- |
 | in an FSDP2 unit: all that the trainer trains | this rank's tokens | FSDP2, over the unit's mesh (`sum_in_fsdp`) |
 | replicated over an axis of its DTensor (tp, etp) | this rank's positions or heads | `local`, over that axis |
-| plain, after `parallelize_moe` of a bare layer | this rank's tokens | `sum_over_group`, a hook |
+| plain, after `parallelize_moe` of a bare layer | this rank's tokens | `call_replicated`, over the layer's group |
 | sharded over ep or etp: experts | all rows that reached this rank | nothing over these axes: it is complete |
 | on the first and last pipeline stage: tied embeddings | its own stage | `PipelinedModel`, after the last backward |
 
@@ -16,13 +16,15 @@ is its part of one mean over all tokens of the step.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.func import functional_call
 
-from spurline.comm.collectives import all_reduce_gradient, copy_to_group
+from spurline.comm.collectives import copy_to_group
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -43,15 +45,16 @@ def local(weight: Tensor) -> Tensor:
     return part
 
 
-def sum_over_group(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Register hooks that sum the gradients of these parameters over the group, once per backward pass.
+def call_replicated(group: dist.ProcessGroup, module: nn.Module, *args: Any) -> Any:
+    """Call a module that is replicated over the group; the backward pass sums the gradients of its parameters.
 
-    Frozen parameters get one too, as they may be unfrozen later; PyTorch accepts hooks on trainable ones only.
+    Nothing is attached to the parameters, so they may be replaced: by `to_empty`, by `load_state_dict(assign=True)`, or
+    in a copy of the module.
     """
-    for parameter in parameters:
-        is_trained = parameter.requires_grad
-        parameter.requires_grad_(True).register_hook(lambda gradient: all_reduce_gradient(gradient, group))
-        parameter.requires_grad_(is_trained)
+    if not torch.is_grad_enabled():
+        return module(*args)
+    weights = {name: copy_to_group(parameter, group) for name, parameter in module.named_parameters()}
+    return functional_call(module, weights, args)
 
 
 def sum_in_fsdp(units: Iterable[FSDPModule]) -> None:

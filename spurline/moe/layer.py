@@ -4,11 +4,14 @@ T tokens, D width, F hidden width of the shared experts.
 """
 
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
-from spurline.comm.gradients import local
+from spurline.comm.gradients import call_replicated, local
 from spurline.comm.sequence import HeadTailShard, SequenceShard
 from spurline.comm.sequence_parallel import SequenceParallel
 from spurline.lora.adapters import Adaptable, product
@@ -89,6 +92,7 @@ class MoE(nn.Module):
             self.experts = make_experts(config, init_std, output_std)
             self.shared_experts = SharedExperts(config, init_std, output_std) if config.num_shared_experts else None
             self.dispatcher = make_dispatcher(config)
+        self.replica_group: ProcessGroup | None = None  # ranks that sum the gradients of router and shared experts
         self.sequence: SequenceParallel | None = None  # ranks that have the same sequences and split their positions
         self.sequence_ranks: tuple[int, list[int], list[int] | None] | None = None  # see `set_sequence_ranks`
         if dtype is not None:
@@ -127,28 +131,37 @@ class MoE(nn.Module):
         return self.sequence.join(y_BlD, x_BLD.shape[1]).view(x.shape)
 
     def _forward(self, x: Tensor, num_tokens_P: list[int] | None) -> Tensor:
-        x_TD = x.reshape(-1, x.shape[-1])
+        x_TD, router, shared_experts = x.reshape(-1, x.shape[-1]), self.router, self.shared_experts
+        if self.replica_group is not None:
+            router, shared_experts = self._replicated(self.replica_group)
         if not x.is_meta and torch.is_autocast_enabled(x.device.type):
-            return self._forward_under_autocast(x_TD, x.shape, num_tokens_P)
-        routing = self.router(x_TD, x.shape[:-2].numel())
+            return self._forward_under_autocast(x_TD, x.shape, num_tokens_P, router, shared_experts)
+        routing = router(x_TD, x.shape[:-2].numel())
         plan = self.dispatcher.plan(routing, num_tokens_P)
         rows = plan.dispatch(x_TD)
-        if self.shared_experts is not None:  # computed while rows are in flight
-            rows = replace(rows, onto_TD=self.shared_experts(x_TD), may_overwrite=self._owns_shared_output())
+        if shared_experts is not None:  # computed while rows are in flight
+            rows = replace(rows, onto_TD=shared_experts(x_TD), may_overwrite=self._owns_shared_output())
         return plan.combine(self.experts(rows)).view(x.shape)
 
-    def _forward_under_autocast(self, x_TD: Tensor, shape: torch.Size, num_tokens_P: list[int] | None) -> Tensor:
+    def _forward_under_autocast(
+        self, x_TD: Tensor, shape: torch.Size, num_tokens_P: list[int] | None, router: Any, shared_experts: Any
+    ) -> Tensor:
         """The same with casts at the edges. Only the shared experts run under autocast: they may be any module."""
         device = x_TD.device.type
         low_TD = x_TD if x_TD.dtype == torch.float64 else x_TD.to(torch.get_autocast_dtype(device))
         with torch.autocast(device, enabled=False):
-            routing = self.router(x_TD, shape[:-2].numel())
+            routing = router(x_TD, shape[:-2].numel())
             plan = self.dispatcher.plan(routing, num_tokens_P)
             rows = plan.dispatch(low_TD)
-        if self.shared_experts is not None:
-            rows = replace(rows, onto_TD=self.shared_experts(low_TD), may_overwrite=self._owns_shared_output())
+        if shared_experts is not None:
+            rows = replace(rows, onto_TD=shared_experts(low_TD), may_overwrite=self._owns_shared_output())
         with torch.autocast(device, enabled=False):
             return plan.combine(self.experts(rows)).view(shape)
+
+    def _replicated(self, group: ProcessGroup) -> tuple[Any, Any]:
+        """The router and the shared experts, called so that their gradients are summed over the group."""
+        shared_experts = None if self.shared_experts is None else partial(call_replicated, group, self.shared_experts)
+        return partial(call_replicated, group, self.router), shared_experts
 
     def _owns_shared_output(self) -> bool:
         """Whether nothing else can hold the shared experts' output: our own module returns a new tensor."""

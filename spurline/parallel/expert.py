@@ -10,7 +10,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from spurline.comm.gradients import sum_over_group
 from spurline.comm.sequence_parallel import SequenceParallel
 from spurline.moe.config import MoEConfig
 from spurline.moe.dispatch.plan import ExpertRanks, spread_over
@@ -54,10 +53,7 @@ def parallelize_moe(
     if sequence_group is not None:
         moe.sequence = SequenceParallel(sequence_group, [rank["sequence_rank"] for rank in everyone])
     balance_over(moe, *(balance or (group, sequence_group)))
-    if reduce_gradients and group.size() > 1:
-        for module in (moe.router, moe.shared_experts):
-            if module is not None:
-                sum_over_group(module.parameters(), group)
+    moe.replica_group = group if reduce_gradients and group.size() > 1 else None
     # Split sizes are read from tensors, while tracing too.
     torch._dynamo.config.capture_scalar_outputs = True
     # Inductor would move the shared experts' backward before the exchange that it should overlap, to save some memory.

@@ -1,5 +1,6 @@
 """What parallelize_moe changes in a layer, and what it refuses: on every rank, so that none is left waiting."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -35,22 +36,52 @@ def test_expert_weights_become_sharded_and_nothing_else_changes(ranks: RankPool)
         assert "experts.w1_EFD" in result["state"]
 
 
-def gradients_after_unfreezing(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Of a router and shared experts that were frozen while they were parallelized: on ranks, and of all tokens."""
+def layer_alone() -> MoE:
     torch.manual_seed(0)
-    alone = MoE(CONFIG, init_std=0.5)
-    moe = MoE(CONFIG)
-    moe.load_state_dict(alone.state_dict())
-    moe.requires_grad_(False)
-    parallelize_moe(moe, init_device_mesh("cpu", (2,)))
+    return MoE(CONFIG, init_std=0.5)
+
+
+def parallelized(how: str) -> MoE:
+    """The layer of `layer_alone` on two ranks, with other parameters than those that were parallelized."""
+    mesh = init_device_mesh("cpu", (2,))
+    whole = parallelize_moe(layer_alone(), mesh)
+    if how == "copied":
+        return copy.deepcopy(whole)
+    moe = parallelize_moe(MoE(CONFIG, device="meta" if how == "materialized" else "cpu"), mesh)
+    if how == "materialized":
+        moe.to_empty(device="cpu")
+    moe.load_state_dict(whole.state_dict(), assign=how == "assigned")
+    moe.router.init_buffers()
+    return moe
+
+
+def replicated_gradients(rank: int, moe: MoE) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Of router and shared experts: on two ranks, each with its own tokens, and of one layer with all tokens."""
+    alone = layer_alone()
     x_PTD = torch.randn(2, 5, CONFIG.dim)
-    moe(x_PTD[rank].clone().requires_grad_()).square().sum().backward()
-    assert all(p.grad is None for p in moe.parameters())
-    moe.requires_grad_(True)
     moe(x_PTD[rank]).square().sum().backward()
     alone(x_PTD).square().sum().backward()
     own, whole = dict(moe.named_parameters()), dict(alone.named_parameters())
     return [(own[name].grad, whole[name].grad) for name in own if not name.startswith("experts.")]
+
+
+def gradients_of_replaced_parameters(rank: int, how: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return replicated_gradients(rank, parallelized(how))
+
+
+@pytest.mark.parametrize("how", ["materialized", "assigned"])
+def test_parameters_that_replace_others_get_the_gradient_of_all_ranks(ranks: RankPool, how: str) -> None:
+    for gradients in ranks.run(gradients_of_replaced_parameters, 2, how):
+        assert len(gradients) == 4
+        for own, whole in gradients:
+            torch.testing.assert_close(own, whole)
+
+
+def gradients_after_unfreezing(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    moe = parallelize_moe(layer_alone().requires_grad_(False), init_device_mesh("cpu", (2,)))
+    moe(torch.randn(5, CONFIG.dim, requires_grad=True)).square().sum().backward()
+    assert all(p.grad is None for p in moe.parameters())
+    return replicated_gradients(rank, moe.requires_grad_(True))
 
 
 def test_router_that_is_unfrozen_later_gets_the_gradient_of_all_ranks(ranks: RankPool) -> None:
