@@ -23,6 +23,7 @@ from spurline.hf.slots import place
 from spurline.hf.verify import compare_logits
 from spurline.models.common.hf import Slot
 from spurline.train.checkpoint.finite import is_finite
+from spurline.train.checkpoint.folder import WHY_NONE
 from spurline.train.checkpoint.layout import TensorLayout
 from spurline.train.checkpoint.manager import CheckpointManager
 from spurline.train.checkpoint.reader import StoredCheckpoint
@@ -58,7 +59,7 @@ def export_run(
     checkpoints = CheckpointManager(run, interval=1, keep_latest_k=0, sign_key=sign_key)
     step = checkpoints.latest() if step is None else step
     if step is None:
-        raise ValueError(f"{checkpoints.folder} has no complete checkpoint: train with --checkpoint.enable")
+        raise ValueError(f"{checkpoints.folder} has no complete checkpoint: {WHY_NONE}")
     if verify and fp8_block:
         raise ValueError("--verify compares weights that are not quantized: omit --verify or --fp8")
     source: TensorSource = Source(checkpoints.open(step), architecture.slots(model_shapes(model)), dtype)

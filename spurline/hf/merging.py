@@ -19,6 +19,7 @@ from spurline.hf.loading import FolderWeights
 from spurline.lora.adapters import A, B, LowRank
 from spurline.train.base_model import Base, base_problems, check_base, described, find_base
 from spurline.train.checkpoint.fingerprint import fingerprint_by_name
+from spurline.train.checkpoint.folder import WHY_NONE
 from spurline.train.checkpoint.manager import CheckpointManager
 from spurline.train.checkpoint.reader import StoredCheckpoint
 
@@ -96,7 +97,7 @@ def open_adapted_run(run: Path, step: int | None = None, sign_key: bytes | None 
     checkpoints = CheckpointManager(run, interval=1, keep_latest_k=0, sign_key=sign_key)
     step = checkpoints.latest() if step is None else step
     if step is None:
-        raise ValueError(f"{checkpoints.folder} has no complete checkpoint: train with --checkpoint.enable")
+        raise ValueError(f"{checkpoints.folder} has no complete checkpoint: {WHY_NONE}")
     adapters, base = checkpoints.open(step), open_base(config)
     check_base(adapters.extra, described(config, base.at, base.fingerprint()), f"{run}, step {step}")
     return AdaptedRun(family, preset, config, step, adapters, base)

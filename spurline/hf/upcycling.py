@@ -30,6 +30,7 @@ from spurline.models.common.decoder_config import SparseDecoderConfig
 from spurline.models.common.init import build_to_load
 from spurline.moe.config import MoEConfig
 from spurline.ops.draw import KeyedGenerator
+from spurline.train.checkpoint.folder import WHY_NONE
 from spurline.train.checkpoint.manager import CheckpointManager
 from spurline.train.checkpoint.reader import StoredCheckpoint
 
@@ -114,7 +115,7 @@ def _upcycle_run(
     checkpoints = CheckpointManager(run, interval=1, keep_latest_k=0, sign_key=sign_key)
     step = checkpoints.latest() if step is None else step
     if step is None:
-        raise ValueError(f"{checkpoints.folder} has no complete checkpoint: train with --checkpoint.enable")
+        raise ValueError(f"{checkpoints.folder} has no complete checkpoint: {WHY_NONE}")
     copies = Copies(checkpoints.open(step), recipe)
     shapes = model_shapes(model)
     tensors = {name: torch.empty(shape, dtype=copies.dtype_of(name), device="meta") for name, shape in shapes.items()}

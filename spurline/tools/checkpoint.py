@@ -16,7 +16,7 @@ from spurline.run_folders import find_run
 from spurline.tools.console import human
 from spurline.tools.parsing import described
 from spurline.tools.subcommands import Subcommand, run_subcommand
-from spurline.train.checkpoint.folder import CheckpointFolder
+from spurline.train.checkpoint.folder import WHY_NONE, CheckpointFolder
 from spurline.train.checkpoint.signature import read_key
 
 PROG = "spurline checkpoint"
@@ -199,9 +199,12 @@ def _newest_intact(folder: CheckpointFolder) -> int | None:
 
 
 def _folder(run: str, sign_key_file: str = "") -> CheckpointFolder:
-    folder = CheckpointFolder(find_run(run), read_key(sign_key_file))
+    run_folder = find_run(run)
+    if not run_folder.is_dir():
+        raise ValueError(f"{run_folder}: no such folder")
+    folder = CheckpointFolder(run_folder, read_key(sign_key_file))
     if not folder.named_steps():
-        raise ValueError(f"{folder.path} has no checkpoints: give the folder of a run trained with --checkpoint.enable")
+        raise ValueError(f"{folder.path} has no checkpoints: {WHY_NONE}")
     return folder
 
 

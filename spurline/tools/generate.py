@@ -252,13 +252,14 @@ def load_model(run_folder: Path, config: RunConfig[Any], step: int | None, sign_
     from spurline.moe.kernels.cpu.workspace import product_dtype
     from spurline.moe.layer import SharedExperts
     from spurline.train.base_model import load_with_base
+    from spurline.train.checkpoint.folder import WHY_NONE
     from spurline.train.checkpoint.manager import CheckpointManager
     from spurline.train.checkpoint.signature import read_key
 
     checkpoints = CheckpointManager(run_folder, interval=1, keep_latest_k=0, sign_key=read_key(sign_key_file))
     step = checkpoints.latest() if step is None else step
     if step is None:
-        raise ConfigError([f"{checkpoints.folder}: no checkpoint found; train with --checkpoint.enable"])
+        raise ConfigError([f"{checkpoints.folder} has no complete checkpoint: {WHY_NONE}"])
     if config.lora.rank:
         model = load_with_base(run_folder, config, step, pick_device(), read_key(sign_key_file))
     else:

@@ -10,7 +10,7 @@ from spurline.config import RunConfig
 from spurline.config_io import ConfigError, load
 from spurline.hf.settings import CONFIG, mismatch, read_folder_model, read_json
 from spurline.run_folders import find_run, is_numbered
-from spurline.train.checkpoint.folder import CheckpointFolder
+from spurline.train.checkpoint.folder import WHY_NONE, CheckpointFolder
 from spurline.train.checkpoint.record import RECORD
 
 OPTION = "checkpoint.initial_load_path"
@@ -48,7 +48,7 @@ def find_source(path: str, option: str = OPTION) -> WeightSource:
     if not (folder / CONFIG).is_file():
         raise ValueError(f"{option} {path} has no {CONFIG}: give a Hugging Face folder, a run or a checkpoint")
     if "module" in read_json(folder / CONFIG):
-        raise ValueError(f"{option} {path} is a run without a complete checkpoint: train it with --checkpoint.enable")
+        raise ValueError(f"{option} {path} is a run without a complete checkpoint: {WHY_NONE}")
     return WeightSource(folder, "hugging_face")
 
 

@@ -216,6 +216,6 @@ def test_an_export_is_refused_without_a_checkpoint_or_with_another_models(models
     with pytest.raises(ValueError, match=r"does not match the model in config\.json: layers\.2\."):
         export_run(run, tmp_path / "out")
     shutil.rmtree(run / "checkpoints")
-    with pytest.raises(ValueError, match="has no complete checkpoint"):
+    with pytest.raises(ValueError, match="has no complete checkpoint: the run has not saved one yet"):
         export_run(run, tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -174,7 +174,8 @@ def test_prune_never_removes_the_last_one_that_is_whole(spurline, run):
 @pytest.mark.parametrize(
     ("command", "told"),
     [
-        ("ls nowhere", "nowhere/checkpoints has no checkpoints"),
+        ("ls nowhere", "spurline checkpoint ls: nowhere: no such folder\n"),
+        ("ls .", " has no checkpoints: the run has not saved one yet, or was started with --checkpoint.no_enable\n"),
         ("ls", "RUN is missing"),
         (
             "verify run --step 9",

@@ -160,7 +160,10 @@ X = ["--prompt", "x"]
     [
         (["nowhere", *X], "nowhere: no such folder"),
         (["empty", *X], "empty/config.json: can't read the config file: No such file or directory"),
-        (["untrained", *X], "untrained/checkpoints: no checkpoint found; train with --checkpoint.enable"),
+        (
+            ["untrained", *X],
+            "untrained/checkpoints has no complete checkpoint: the run has not .*, or .* --checkpoint.no_enable",
+        ),
         (["run", *X, "--step", "4"], "there is no complete checkpoint run/checkpoints/step-00000004; .*: 3, 12"),
         (["run"], "give either --prompt or --prompts_file"),
         (["run", *X, "--prompts-file", "a.txt"], "give either --prompt or --prompts_file"),

@@ -27,6 +27,8 @@ from spurline.remote import RemotePath, is_remote
 from spurline.train.checkpoint.record import RECORD, CheckpointRecord, read_record, write_record
 from spurline.untrusted import read_json, reason
 
+WHY_NONE = "the run has not saved one yet, or was started with --checkpoint.no_enable"
+"""Why a run may have no checkpoint, for messages about it."""
 _CHUNK_BYTES = 2**24
 _STEP_NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,17})")
 
