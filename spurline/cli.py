@@ -56,6 +56,8 @@ def _run(argv: list[str]) -> int:
     if not argv:
         print(START)
         return 0
+    if argv[0] == "help" and len(argv) > 1:  # `spurline help train` is `spurline train --help`
+        argv = [*argv[1:], "--help"]
     name, rest = argv[0], argv[1:]
     if name in ("-h", "--help", "help"):
         width = max(map(len, COMMANDS))

@@ -44,6 +44,18 @@ def test_help_lists_every_command_with_its_summary(spurline, argv):
     assert max(map(len, out.splitlines())) <= 80
 
 
+@pytest.mark.parametrize("command", [["doctor"], ["convert", "from-hf"]])
+def test_help_of_a_command_is_shown_either_way(spurline, command):
+    shown = spurline(*command, "--help")
+    assert (shown.code, shown.err) == (0, "")
+    assert f"usage: spurline {' '.join(command)}" in shown.out
+    assert spurline("help", *command) == shown
+
+
+def test_help_of_a_misspelled_command_suggests_the_nearest(spurline):
+    assert spurline("help", "trian") == (2, "", "spurline: unknown command 'trian'. Did you mean train?\n")
+
+
 def test_version(spurline):
     assert spurline("--version") == (0, f"spurline {__version__}\n", "")
 
