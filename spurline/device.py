@@ -3,7 +3,7 @@
 import os
 import re
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -68,14 +68,28 @@ def start_process_group(device: torch.device, timeout_seconds: int, store: dist.
     A collective fails after waiting timeout_seconds (0: the backend's default) for a rank.
     """
     use_device(device)
+    # A group that is bound to a device is split into groups of its backend: XCCL can't (pytorch#186548), and gloo
+    # doesn't know XPUs.
+    bound = device if device.type == "cuda" else None
     dist.init_process_group(
         dist.get_default_backend_for_device(device),
         timeout=timedelta(seconds=timeout_seconds) if timeout_seconds else None,
         store=store,
         rank=rank,
         world_size=size,
-        device_id=device if is_accelerator(device) else None,
+        device_id=bound,
     )
+
+
+def limit_waiting(group: dist.ProcessGroup, timeout_seconds: int) -> None:
+    """Have collectives of a group fail after waiting so long for a rank, if its backend can do that."""
+    with suppress(RuntimeError):  # the backend has no timeouts
+        group.set_timeout(timedelta(seconds=timeout_seconds))
+
+
+def wait_for_all_ranks(device: torch.device) -> None:
+    """Return when every rank has called this, and has done all collectives before."""
+    dist.barrier(device_ids=[device.index] if is_accelerator(device) else None)
 
 
 def can_skip_fused_adamw(device: torch.device) -> bool:

@@ -1,5 +1,11 @@
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from spurline import device
 
@@ -54,6 +60,50 @@ def test_absent_device_is_one_line(accelerator, monkeypatch, built_for, count, w
     with pytest.raises(ValueError, match=message) as error:
         device.pick_device(wanted)
     assert len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(("kind", "bound"), [(GPU, torch.device(GPU, 3)), ("xpu", None), ("cpu", None)])
+def test_only_groups_that_can_be_split_are_bound_to_a_device(
+    monkeypatch: pytest.MonkeyPatch, kind: str, bound: torch.device | None
+) -> None:
+    """A mesh splits a bound group, and gets the backend of a new group for the bound device: neither works on XPUs."""
+    current: list[int] = []
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(torch.accelerator, "set_device_index", current.append)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: given.update(options, backend=backend))
+    device.start_process_group(torch.device(kind, 3) if kind != "cpu" else torch.device("cpu"), 9, FakeStore(), 3, 8)
+    assert given["device_id"] == bound
+    assert current == ([] if kind == "cpu" else [3])
+    assert given["backend"] == {"xpu": "xccl", "cpu": "gloo"}.get(kind, "nccl")
+
+
+@pytest.fixture
+def gloo_group() -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.new_group()
+    dist.destroy_process_group()
+
+
+def test_timeout_is_set_where_the_backend_has_one(gloo_group: dist.ProcessGroup) -> None:
+    device.limit_waiting(gloo_group, 7)
+    assert gloo_group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=7)
+    said: list[timedelta] = []
+
+    class OtherBackend:
+        def set_timeout(self, timeout: timedelta) -> None:
+            said.append(timeout)
+            raise RuntimeError("Backend other does not support setting timeout")
+
+    device.limit_waiting(OtherBackend(), 8)  # type: ignore[arg-type]
+    assert said == [timedelta(seconds=8)]
+
+
+def test_barrier_names_the_device_of_a_group_that_is_bound_to_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(dist, "barrier", lambda device_ids: given.append(device_ids))
+    device.wait_for_all_ranks(torch.device("xpu", 3))
+    device.wait_for_all_ranks(torch.device("cpu"))
+    assert given == [[3], None]
 
 
 def test_grouped_matmul_is_a_kernel_for_bfloat16_on_some_devices(monkeypatch) -> None:

@@ -7,14 +7,13 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from spurline.config import Parallelism
-from spurline.device import is_accelerator, pick_device, start_process_group
+from spurline.device import is_accelerator, limit_waiting, pick_device, start_process_group, wait_for_all_ranks
 from spurline.parallel.degrees import Degrees, resolve_degrees
 from spurline.parallel.mesh import Meshes, build_meshes
 from spurline.parallel.rendezvous import Meeting, meet, refuse_different_options
@@ -78,10 +77,6 @@ class World:
         dist.all_reduce(value, group=group)
         return value
 
-    def wait_for_all(self) -> None:
-        if self.meshes is not None:
-            dist.barrier()
-
     def __str__(self) -> str:
         axes = {
             name: getattr(self.degrees, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "etp")
@@ -119,10 +114,10 @@ def joined_world(
         if timeout_seconds:
             for group in (*meshes.groups(), host_group):
                 # New groups have the default timeout of their backend, not that of the first group.
-                dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_seconds), group)
+                limit_waiting(group, timeout_seconds)
         yield World(own_device, degrees, meshes, host_group, meeting)
         if meeting is not None:
-            dist.barrier()  # no rank may close connections that another one still uses
+            wait_for_all_ranks(own_device)  # no rank may close connections that another one still uses
             dist.destroy_process_group()
     except BaseException:
         if meeting is not None:
