@@ -4,7 +4,7 @@
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("Train a model, from a preset or from an earlier run's config.json.", "spurline.tools.train:main"),
     "launch": ("Train on several ranks, here or as a job of a cluster.", "spurline.tools.launch:main"),
-    "configs": ("List the model families and their presets, with parameter counts.", "spurline.tools.configs:main"),
+    "configs": ("List the model families and their presets, or show one preset.", "spurline.tools.configs:main"),
     "runs": ("List runs with their state and losses, and compare two.", "spurline.tools.runs:main"),
     "generate": ("Generate text from a trained model.", "spurline.tools.generate:main"),
     "checkpoint": ("List, verify, inspect and prune the checkpoints of a run.", "spurline.tools.checkpoint:main"),

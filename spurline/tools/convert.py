@@ -16,7 +16,7 @@ from spurline.remote import url_problems
 from spurline.run_folders import find_run
 from spurline.spelling import did_you_mean
 from spurline.tools.console import complain
-from spurline.tools.parsing import UserPackage, described, load_user_code, parse, split_options
+from spurline.tools.parsing import UserPackage, described, load_user_code, parse, take_arguments
 from spurline.tools.train import raised_by_us
 
 PROG = "spurline convert"
@@ -157,7 +157,7 @@ class Upcycle:
     import_: UserPackage = ""
 
 
-_DIRECTIONS: dict[str, tuple[Any, str, str]] = {
+COMMANDS: dict[str, tuple[Any, str, str]] = {
     "from-hf": (FromHF(), FROM_HF, "PATH"),
     "to-hf": (ToHF(), TO_HF, "RUN"),
     "merge": (Merge(), MERGE, "RUN"),
@@ -170,12 +170,12 @@ def main(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(HELP)
         return 0
-    if argv[0] not in _DIRECTIONS:
-        choices = ", ".join(_DIRECTIONS)
-        return complain(PROG, [f"there is no {argv[0]!r}{did_you_mean(argv[0], _DIRECTIONS)} Choose from: {choices}"])
-    default, description, first = _DIRECTIONS[argv[0]]
+    if argv[0] not in COMMANDS:
+        choices = ", ".join(COMMANDS)
+        return complain(PROG, [f"there is no {argv[0]!r}{did_you_mean(argv[0], COMMANDS)} Choose from: {choices}"])
+    default, description, first = COMMANDS[argv[0]]
     prog = f"{PROG} {argv[0]}"
-    folders, options = _without_folders(argv[1:])
+    folders, options = take_arguments(argv[1:], default)
     problems = load_user_code(options)
     command, not_understood = parse(type(default), default, options, f"{prog} {first} OUT", description)
     problems += not_understood
@@ -188,18 +188,6 @@ def main(argv: list[str]) -> int:
     if problems:
         return complain(prog, problems)
     return _run(prog, command, find_run(folders[0]), Path(folders[1]).expanduser())
-
-
-def _without_folders(argv: list[str]) -> tuple[list[str], list[str]]:
-    """Split argv into the folders, in any position, and the options with their values."""
-    folders, given = split_options(argv)
-    options: list[str] = []
-    for option in given:
-        num_values = 0 if option.name in ("verify", "mtp", "fp8") else 1
-        rest = option.values[num_values:]
-        folders += rest
-        options += option.tokens[: len(option.tokens) - len(rest)]
-    return folders, options
 
 
 def _num_bytes(size: str) -> int:

@@ -137,6 +137,19 @@ def option_types(section: Any, prefix: str = "") -> dict[str, Any]:
     return found
 
 
+def take_arguments(argv: list[str], options: Any) -> tuple[list[str], list[str]]:
+    """Split argv into positional arguments, in any position, and the options with their values."""
+    types = option_types(options)
+    arguments, given = split_options([token for token in argv if token != "-h"])
+    rest = ["--help"] if "-h" in argv else []
+    for option in given:
+        num_values = 0 if types.get(option.name) is bool else 1
+        further = option.values[num_values:]
+        arguments += further
+        rest += option.tokens[: len(option.tokens) - len(further)]
+    return arguments, rest
+
+
 def _diagnose(default: Any, argv: list[str], prog: str) -> tuple[list[str], list[str]]:
     """The valid tokens of `argv`, and the errors in the rest."""
     types = option_types(default)

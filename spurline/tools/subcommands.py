@@ -12,7 +12,7 @@ from typing import Any
 
 from spurline.spelling import did_you_mean
 from spurline.tools.console import complain
-from spurline.tools.parsing import option_types, parse, split_options, wants_help
+from spurline.tools.parsing import parse, take_arguments, wants_help
 from spurline.tools.train import raised_by_us
 
 
@@ -68,19 +68,6 @@ def _help(prog: str, subcommands: dict[str, Subcommand]) -> str:
     lines = [f"usage: {prog} COMMAND ...", "", "commands"]
     lines += [f"  {name:<{width}}  {subcommand.about}" for name, subcommand in subcommands.items()]
     return "\n".join([*lines, "", f"`{prog} COMMAND --help` shows the options of a command."])
-
-
-def take_arguments(argv: list[str], options: Any) -> tuple[list[str], list[str]]:
-    """Split argv into positional arguments, in any position, and the options with their values."""
-    types = option_types(options)
-    arguments, given = split_options([token for token in argv if token != "-h"])
-    rest = ["--help"] if "-h" in argv else []
-    for option in given:
-        num_values = 0 if types.get(option.name) is bool else 1
-        further = option.values[num_values:]
-        arguments += further
-        rest += option.tokens[: len(option.tokens) - len(further)]
-    return arguments, rest
 
 
 def with_own_options(message: str) -> str:
