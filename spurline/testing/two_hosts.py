@@ -1,4 +1,4 @@
-"""Lose and restore one of two hosts, simulated on one machine as network namespaces with their own addresses.
+"""Lose and restore one of two hosts, simulated on one machine as namespaces with their own addresses and process ids.
 
     python -m spurline.testing.two_hosts [--seed 3] [--folder /tmp/two_hosts]
 
@@ -40,7 +40,7 @@ OPTIONS = f"""
 
 
 class Hosts:
-    """Two network namespaces, joined by a cable (veth)."""
+    """Two network namespaces, joined by a cable (veth). No command sees the processes of another one."""
 
     def __init__(self) -> None:
         self._space = {host: f"spurline-{host}-{os.getpid()}" for host in HOSTS}
@@ -63,7 +63,8 @@ class Hosts:
 
     def start(self, host: str, command: list[str], **variables: str) -> subprocess.Popen[str]:
         """Start a command on a host."""
-        words = ["ip", "netns", "exec", self._space[host], *command]
+        own_pids = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+        words = ["ip", "netns", "exec", self._space[host], *own_pids, *command]
         pipe = subprocess.PIPE
         return subprocess.Popen(words, env={**os.environ, **variables}, stdout=pipe, stderr=pipe, text=True)
 
@@ -99,9 +100,9 @@ def launch(hosts: Hosts, host: str, text: Path, folder: Path, **variables: str) 
     return hosts.start(host, launch_command(text, folder), **variables)
 
 
-def launch_command(text: Path, folder: Path) -> list[str]:
-    command = [sys.executable, "-m", "spurline", "launch", "--ranks", "2", "--nnodes", "2"]
-    command += ["--restarts", "3", "--rdzv_endpoint", f"{ADDRESS['a']}:29500", "--", *OPTIONS.split()]
+def launch_command(text: Path, folder: Path, nodes: str = "2", meet_at: str = "a") -> list[str]:
+    command = [sys.executable, "-m", "spurline", "launch", "--ranks", "2", "--nnodes", nodes]
+    command += ["--restarts", "3", "--rdzv_endpoint", f"{ADDRESS[meet_at]}:29500", "--", *OPTIONS.split()]
     return [*command, "--data.path", str(text), "--job.dump_folder", str(folder)]
 
 
@@ -133,11 +134,30 @@ def train_and_lose_a_host(hosts: Hosts, text: Path, folder: Path, step: int) -> 
     hosts.unplug("b")
     hosts.kill("b")
     second.communicate()
+    wait_until(lambda: (folder / "logs" / "errors.log").exists() or first.poll() is not None)  # the loss is noticed
     hosts.plug("b")
     again = launch(hosts, "b", text, folder)
     out, err = first.communicate()
     _, err_again = again.communicate()
     assert (first.returncode, again.returncode) == (0, 0), err + err_again
+    return out + err
+
+
+def train_and_lose_the_first_rank(hosts: Hosts, text: Path, folder: Path, step: int) -> str:
+    """Train with a spare host, and lose the one with rank 0 for good; returns the output of the other."""
+    log = folder.with_suffix(".faults")
+    fault = {
+        "SPURLINE_FAULTS": f"slow@backward:step={step},rank=0,attempt=0,seconds=600",
+        "SPURLINE_FAULTS_LOG": str(log),
+    }
+    command = launch_command(text, folder, nodes="1:2", meet_at="b")
+    first, second = (hosts.start(host, command, **fault) for host in HOSTS)  # ranks are in the order of addresses
+    wait_until(lambda: (log.exists() and '"slow"' in log.read_text()) or second.poll() is not None)
+    assert second.poll() is None, first.communicate()[1] + second.communicate()[1]
+    hosts.kill("a")
+    first.communicate()
+    out, err = second.communicate()
+    assert second.returncode == 0, out + err
     return out + err
 
 

@@ -7,7 +7,6 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from pathlib import Path
 from types import TracebackType
 
 from spurline.parallel.world import World
@@ -17,6 +16,7 @@ from spurline.train.folder_lock import FolderLock
 from spurline.train.launcher import restart_count
 from spurline.train.progress import Progress
 from spurline.train.rank_log import RankLog, error_of_last_attempt
+from spurline.train.run_folder import Claim
 from spurline.train.side_channel import SideChannel, is_communication_error
 from spurline.train.trainer import Trainer
 from spurline.train.watchdog import Watchdog
@@ -29,11 +29,11 @@ class Guard:
     LostRankError that names that rank, with its error.
     """
 
-    def __init__(self, world: World, folder: Path, watchdog_seconds: float, progress: Progress) -> None:
-        self._folder, self._progress = folder, progress
+    def __init__(self, world: World, claim: Claim, watchdog_seconds: float, progress: Progress) -> None:
+        self._folder, self._progress = claim.folder, progress
         self._channel = SideChannel(world.meeting) if world.meeting is not None else None
-        self.watchdog = Watchdog(folder / "logs", watchdog_seconds, self._channel)
-        self._lock = FolderLock(folder)
+        self.watchdog = Watchdog(claim.folder / "logs", watchdog_seconds, self._channel)
+        self._lock = FolderLock(claim.folder, claim.job)
         self._log: RankLog | None = None
         self._contexts = ExitStack()
 
@@ -53,7 +53,7 @@ class Guard:
         if problem := Ranks().first(take):
             raise FolderInUseError(problem)
         Ranks().first(prepare)
-        self.watchdog.on_beat = self._lock.beat
+        self.watchdog.on_beat, self.watchdog.on_end = self._lock.beat, self._lock.release
         self.watchdog.module_names = {id(module): name for name, module in trainer.model.named_modules() if name}
         self.watchdog.phase_of_step = lambda: trainer.timer.current
         if self._channel is not None:

@@ -68,8 +68,8 @@ def train(module: str, config_name: str, config: RunConfig[Any]) -> Ended:
         Progress(
             config.training.steps, enabled=world.is_first, show_expert_load=config.metrics.live_expert_load
         ) as progress,
-        claimed_folder(config) as claim,
-        Guard(world, claim.folder, config.comm.watchdog_seconds, progress) as guard,
+        claimed_folder(config, progress.log) as claim,
+        Guard(world, claim, config.comm.watchdog_seconds, progress) as guard,
         ExitStack() as signals,
     ):
         folder, config = claim.folder, with_folder(config, claim.folder)

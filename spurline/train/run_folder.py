@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -33,12 +33,16 @@ _OF_A_RUN = (
     *("bad_steps.jsonl", "routing.html", "state.json"),
 )
 _JOB_FILE = ".job"
+_SECONDS_PER_TURN = 5.0
+"""Less than any timeout of a collective, in which the other ranks wait for the first one."""
 
 
 class Claim(NamedTuple):
     """The folder of this run."""
 
     folder: Path
+    job: str = ""
+    """The launcher's job, the same for all its attempts; empty without a launcher."""
     is_restart: bool = False
     """Whether an earlier attempt of this job has used it: then the run continues, whatever is in it."""
     in_use: str = ""
@@ -46,17 +50,18 @@ class Claim(NamedTuple):
 
 
 @contextmanager
-def claimed_folder(config: RunConfig[Any]) -> Iterator[Claim]:
+def claimed_folder(config: RunConfig[Any], say: Callable[[str], None] = print) -> Iterator[Claim]:
     """The folder of the run, created and visible to all ranks; a ValueError on all of them if there is none.
 
     A folder that was created for the run and is still empty at the end of the block is removed.
     """
     ranks = Ranks()
     made: list[Path] = []
+    job = ranks.first(job_of_launcher)
+    _wait_for_owner(config.job, job, ranks, say)
 
     def claim() -> Claim:
         missing = missing_folders(Path(config.job.dump_folder or config.job.runs_folder))
-        job = job_of_launcher()
         claim = decide_folder(config, job, restart_count())
         make_run_folder(claim.folder)
         made.extend(missing if config.job.dump_folder else [claim.folder, *missing])
@@ -76,6 +81,15 @@ def claimed_folder(config: RunConfig[Any]) -> Iterator[Claim]:
         remove_if_empty(made)
 
 
+def _wait_for_owner(job: Job, launched_as: str, ranks: Ranks, say: Callable[[str], None]) -> None:
+    """Wait until it is known whether the owner of the named folder, if it has one, lives or is dead."""
+    if not job.dump_folder:
+        return
+    lock = FolderLock(_folder_of_job(job, launched_as) or job.dump_folder, launched_as)
+    while ranks.first(lambda: lock.wait(_SECONDS_PER_TURN, say)):
+        pass
+
+
 def with_folder(config: RunConfig[Any], folder: Path) -> RunConfig[Any]:
     return replace(config, job=replace(config.job, dump_folder=str(folder)))
 
@@ -87,12 +101,12 @@ def decide_folder(config: RunConfig[Any], launched_as: str, restarts: int) -> Cl
     """
     job, restarted = config.job, restarts > 0
     if known := _folder_of_job(config.job, launched_as):
-        return Claim(known, is_restart=True)
+        return Claim(known, launched_as, is_restart=True)
     if job.dump_folder:
         folder = Path(job.dump_folder)
         if not restarted:
-            if in_use := FolderLock(folder).owned_by():
-                return Claim(folder, in_use=in_use)
+            if in_use := FolderLock(folder, launched_as).owned_by():
+                return Claim(folder, launched_as, in_use=in_use)
             refuse_other_run(folder, config)
     elif restarted and not launched_as:
         raise ValueError(
@@ -104,7 +118,7 @@ def decide_folder(config: RunConfig[Any], launched_as: str, restarts: int) -> Cl
             folder = claim_number(job.runs_folder)
         except OSError as error:
             raise ValueError(f"job.runs_folder {job.runs_folder}: can't make a folder: {error.strerror}") from None
-    return Claim(folder, restarted and not launched_as)
+    return Claim(folder, launched_as, restarted and not launched_as)
 
 
 def _folder_of_job(job: Job, launched_as: str) -> Path | None:

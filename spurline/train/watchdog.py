@@ -54,6 +54,8 @@ class Watchdog:
         """Returns the current phase of the step."""
         self.on_beat: Callable[[], None] = lambda: None
         """Called with each heartbeat; a FolderInUseError ends the run."""
+        self.on_end: Callable[[], None] = lambda: None
+        """Called last before the process ends, because nothing is cleaned up."""
         self.say: Callable[[str], None] = lambda line: None
         self._log_folder, self._seconds, self._channel = log_folder, seconds, channel
         self._watched = threading.get_ident()
@@ -224,6 +226,8 @@ class Watchdog:
             if channel is None or channel.rank == speaker:
                 print(f"spurline train: {line}", file=sys.stderr, flush=True)
             sys.stdout.flush()
+        with contextlib.suppress(Exception):
+            self.on_end()
         os._exit(ExitCode.WATCHDOG)
 
     def _dump(self, line: str) -> None:

@@ -1,4 +1,4 @@
-"""Two hosts with addresses of their own, in network namespaces: one is lost, and comes back."""
+"""Two hosts with addresses and process ids of their own, in namespaces: one is lost, and may come back."""
 
 import random
 import re
@@ -8,7 +8,16 @@ import pytest
 
 from spurline.testing.run_result import run_result
 from spurline.testing.tiny import write_words
-from spurline.testing.two_hosts import STEPS, Hosts, launch, launch_with_own_disk, train, train_and_lose_a_host, why_not
+from spurline.testing.two_hosts import (
+    STEPS,
+    Hosts,
+    launch,
+    launch_with_own_disk,
+    train,
+    train_and_lose_a_host,
+    train_and_lose_the_first_rank,
+    why_not,
+)
 
 
 @pytest.mark.slow
@@ -23,10 +32,23 @@ def test_run_that_lost_a_host_in_a_random_step_ends_like_an_undisturbed_one(tmp_
     with Hosts() as hosts:
         train(hosts, text, tmp_path / "undisturbed")
         said = train_and_lose_a_host(hosts, text, tmp_path / "lost", step)
-    assert re.search(r"rank [23] (is gone|has been silent)", said)
-    assert "restart 1, because rank " in said
+    assert re.search(r"restart 1, because step \d+: rank [23] has been silent for 8 s \(its machine may", said)
     assert f"[rank0]:step {STEPS}/{STEPS}" in said
     assert run_result(tmp_path / "lost") == run_result(tmp_path / "undisturbed")
+
+
+@pytest.mark.slow
+def test_spare_host_takes_the_run_folder_over_from_the_lost_first_rank_at_once(tmp_path: Path) -> None:
+    if reason := why_not():
+        pytest.skip(f"two hosts can't be made here: {reason}")
+    (tmp_path / "text").mkdir()
+    text = write_words(tmp_path / "text")
+    with Hosts() as hosts:
+        said = train_and_lose_the_first_rank(hosts, text, tmp_path / "run", step=5)
+    assert "[rank0]:resuming from the checkpoint of step 4" in said
+    assert f"[rank0]:step {STEPS}/{STEPS}" in said
+    assert "belongs to process" not in said
+    assert "waiting up to" not in said
 
 
 @pytest.mark.slow

@@ -6,19 +6,24 @@ import os
 import re
 import subprocess
 import sys
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from spurline.train import folder_lock
 from spurline.train.exit_codes import FolderInUseError
 from spurline.train.folder_lock import STALE_SECONDS, FolderLock
 from spurline.train.processes import Process
 
+ELSEWHERE = Process("elsewhere/1", 7, "1")
 
-def write_owner(folder: Path, owner: Process, seconds_ago: float = 0.0) -> None:
+
+def write_owner(folder: Path, owner: Process, seconds_ago: float = 0.0, job: str = "") -> None:
     path = folder / "run.lock"
-    path.write_text(json.dumps({**asdict(owner), "run_id": "", "since": "2026-01-01 00:00:00"}))
+    path.write_text(json.dumps({**asdict(owner), "job": job, "since": "2026-01-01 00:00:00"}))
     now = path.stat().st_mtime
     os.utime(path, (now - seconds_ago, now - seconds_ago))
 
@@ -74,6 +79,95 @@ def test_folder_of_another_machine_is_respected_while_its_heartbeat_is_fresh(tmp
 def test_folder_of_another_machine_is_taken_over_when_its_heartbeat_is_old(tmp_path, other):
     write_owner(tmp_path, replace(other, host="elsewhere/1"), STALE_SECONDS + 20)
     FolderLock(tmp_path).take()
+
+
+def test_later_attempt_of_a_job_takes_over_at_once_and_the_earlier_one_ends_with_its_next_beat(tmp_path):
+    earlier = FolderLock(tmp_path, job="a")
+    earlier.take()
+    write_owner(tmp_path, replace(ELSEWHERE, pid=8), job="a")
+    with pytest.raises(FolderInUseError, match=r"taken over by process 8 on elsewhere .*, a later attempt of this job"):
+        earlier.beat()
+    later = FolderLock(tmp_path, job="a")
+    assert not later.wait(60, refuse_to_wait)
+    later.take()
+    assert json.loads((tmp_path / "run.lock").read_text())["pid"] == os.getpid()
+
+
+@pytest.mark.parametrize(("owner", "job"), [("a", ""), ("", ""), ("a", "b")])
+def test_another_job_is_not_taken_for_an_attempt_of_this_one(tmp_path, owner, job):
+    write_owner(tmp_path, ELSEWHERE, job=owner)
+    with pytest.raises(FolderInUseError, match="belongs to process 7 on elsewhere"):
+        FolderLock(tmp_path, job).take()
+
+
+class Clock:
+    """Time that passes only in `sleep`, which calls `each_second` as often. The lock's heartbeat was 30 s ago."""
+
+    def __init__(self, monkeypatch, each_second=lambda: None):
+        self.now, self.started, self.each_second, self.beat_ago = 1000.0, 1000.0, each_second, 30.0
+        stand_in = SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep, strftime=time.strftime)
+        monkeypatch.setattr(folder_lock, "time", stand_in)
+        monkeypatch.setattr(FolderLock, "_seconds_silent", lambda lock: self.beat_ago + self.passed)
+
+    @property
+    def passed(self):
+        return self.now - self.started
+
+    def sleep(self, seconds):
+        self.now += seconds
+        self.each_second()
+
+
+def refuse_to_wait(line):
+    raise AssertionError(line)
+
+
+def test_owner_elsewhere_that_stays_silent_is_waited_for_and_given_up(tmp_path, monkeypatch):
+    clock, said = Clock(monkeypatch), []
+    write_owner(tmp_path, ELSEWHERE)
+    lock = FolderLock(tmp_path)
+    turns = 1
+    while lock.wait(5, said.append):
+        turns += 1
+    assert (clock.passed, turns) == (STALE_SECONDS - 30, 30)
+    assert said == [f"waiting up to 150 s for the owner of {tmp_path} (process 7 on elsewhere), which may have died"]
+    lock.take()
+    assert json.loads((tmp_path / "run.lock").read_text())["pid"] == os.getpid()
+
+
+@pytest.mark.parametrize("how", ["heartbeat", "taken over", "released"])
+def test_owner_elsewhere_that_shows_up_is_not_waited_for_any_longer(tmp_path, monkeypatch, how):
+    path = tmp_path / "run.lock"
+
+    def show_up():
+        if clock.passed != 12:
+            return
+        if how == "heartbeat":
+            os.utime(path, (5, 5))  # whatever the clock of that machine says
+            clock.beat_ago = -12.0
+        elif how == "taken over":
+            write_owner(tmp_path, replace(ELSEWHERE, pid=8))
+        else:
+            path.unlink()
+
+    clock = Clock(monkeypatch, show_up)
+    write_owner(tmp_path, ELSEWHERE)
+    lock = FolderLock(tmp_path)
+    while lock.wait(5, lambda line: None):
+        pass
+    assert clock.passed == 12
+    assert bool(lock.owned_by()) == (how != "released")
+
+
+@pytest.mark.parametrize("content", ["nothing", "damaged", "lives here", "died here", "of the future", "old"])
+def test_nothing_is_waited_for_where_it_is_known_whether_the_owner_lives(tmp_path, other, content):
+    if content == "damaged":
+        (tmp_path / "run.lock").write_text("{")
+    elif content.endswith("here"):
+        write_owner(tmp_path, other if content == "lives here" else replace(other, started="1"))
+    elif content != "nothing":
+        write_owner(tmp_path, ELSEWHERE, -3600 if content == "of the future" else STALE_SECONDS + 20)
+    assert not FolderLock(tmp_path).wait(60, refuse_to_wait)
 
 
 def test_heartbeat_is_the_modification_time(tmp_path):

@@ -14,6 +14,8 @@ from spurline import shared_folder
 from spurline.config import Job
 from spurline.testing import RankPool
 from spurline.testing.tiny import tiny_run, write_words
+from spurline.train import folder_lock
+from spurline.train.folder_lock import FolderLock
 from spurline.train.run import train
 from spurline.train.run_folder import claimed_folder
 
@@ -154,7 +156,7 @@ def test_restart_goes_on_in_the_folder_of_the_first_attempt(tmp_path, monkeypatc
     monkeypatch.setenv("SPURLINE_JOB", "mine")
     for job in (config.job, replace(config.job, dump_folder=str(other.folder), resume="latest")):
         with claimed_folder(replace(config, job=job)) as again:  # `latest` names another run since
-            assert (again.folder, again.is_restart) == (first.folder, True)
+            assert (again.folder, again.job, again.is_restart) == (first.folder, "mine", True)
     monkeypatch.delenv("SPURLINE_JOB")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     refused = pytest.raises(ValueError, match=r"does not know the folder of the run.* give --job\.dump_folder")
@@ -168,6 +170,31 @@ def test_job_that_ends_before_its_run_starts_leaves_no_folder(tmp_path, monkeypa
     with claimed_folder(tiny_run(tmp_path, job=Job(runs_folder=str(tmp_path / "runs")))) as claim:
         assert claim.folder.is_dir()
     assert list(tmp_path.iterdir()) == []
+
+
+def claim_with_an_owner_of_unknown_state(rank: int, folder: str) -> tuple[str, list[float]]:
+    turns: list[float] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FolderLock, "wait", lambda lock, seconds, say: turns.append(seconds) or len(turns) < 3)
+        with claimed_folder(tiny_run("text", job=Job(folder))) as claim:
+            return str(claim.folder), turns
+
+
+def test_ranks_wait_for_an_owner_in_turns_shorter_than_any_timeout(ranks: RankPool, tmp_path):
+    folder = str(tmp_path / "run")
+    (first, turns), other = ranks.run(claim_with_an_owner_of_unknown_state, 2, folder)
+    assert other == (first, []) == (folder, [])
+    assert len(turns) == 3
+    assert max(turns) <= 5
+
+
+def test_folder_of_a_job_that_died_elsewhere_is_claimed_after_a_while(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder_lock, "STALE_SECONDS", 0.3)
+    lock = tmp_path / "run" / "run.lock"
+    lock.parent.mkdir()
+    lock.write_text('{"host": "elsewhere/1", "pid": 7, "started": "1", "since": "today"}')
+    with claimed_folder(tiny_run(tmp_path, job=Job(str(lock.parent)))) as claim:
+        assert claim.folder == lock.parent
 
 
 def claim_in_own_working_directory(rank: int, places: list[str], runs: str) -> tuple[str, list[str]]:

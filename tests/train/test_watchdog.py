@@ -1,5 +1,6 @@
 """The watchdog's limits, what it knows of a rank, and whom it blames. Real runs: tests/distributed/test_faults.py."""
 
+import json
 import subprocess
 import sys
 import threading
@@ -162,23 +163,36 @@ def test_another_thread_can_tell_line_and_layer():
 STUCK = """
 import sys, time
 from pathlib import Path
-from spurline.train.watchdog import STEP, Watchdog
-watchdog = Watchdog(Path(sys.argv[1]) / "logs", seconds=1)
-watchdog.mark(1, STEP)
-watchdog.mark(2, STEP)
-watchdog.start()
+from types import SimpleNamespace
+from torch import nn
+from spurline.parallel.world import World
+from spurline.train.guards import Guard
+from spurline.train.progress import Progress
+from spurline.train.run_folder import Claim
+from spurline.train.watchdog import STEP
+trainer = SimpleNamespace(model=nn.Module(), timer=SimpleNamespace(current=""))
 def read_data():
     time.sleep(600)
-read_data()
+with Guard(World.alone("cpu"), Claim(Path(sys.argv[1]), job="a"), 1, Progress(2, enabled=False)) as guard:
+    guard.own_folder(trainer)
+    print(guard.watchdog.on_beat.__self__.path.read_text())
+    guard.watchdog.mark(1, STEP)
+    guard.watchdog.mark(2, STEP)
+    read_data()
 """
 
 
-def test_step_that_hangs_ends_the_process_with_its_stack_in_the_run_folder(tmp_path):
+def test_step_that_hangs_ends_the_process_with_its_stack_in_the_run_folder_which_it_releases(tmp_path):
+    # The attempt before was on another machine, and has left its lock.
+    earlier = {"host": "elsewhere/1", "pid": 7, "started": "1", "job": "a", "since": "today"}
+    (tmp_path / "run.lock").write_text(json.dumps(earlier))
     done = subprocess.run([sys.executable, "-c", STUCK, str(tmp_path)], capture_output=True, text=True, timeout=300)
     assert done.returncode == ExitCode.WATCHDOG
     assert done.stderr.startswith("spurline train: step 2: step has taken ")
     assert done.stderr.count("\n") == 1
     assert "in read_data" in Path(tmp_path, "logs", "stacks_attempt_0_rank_0.txt").read_text()
+    assert json.loads(done.stdout)["job"] == "a"
+    assert [path.name for path in tmp_path.iterdir()] == ["logs"]
 
 
 TAKEN_OVER = """
@@ -186,7 +200,7 @@ import json, sys, time
 from pathlib import Path
 from spurline.train.folder_lock import FolderLock
 from spurline.train.watchdog import Watchdog
-lock, watchdog = FolderLock(sys.argv[1]), Watchdog(Path(sys.argv[1]) / "logs", seconds=600)
+lock, watchdog = FolderLock(sys.argv[1]), Watchdog(Path(sys.argv[1]) / "logs", seconds=20)
 lock.take()
 lock.path.write_text(json.dumps({"host": "elsewhere/1", "pid": 7, "started": "1", "since": "today"}))
 watchdog.on_beat = lock.beat
