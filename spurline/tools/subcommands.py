@@ -42,7 +42,8 @@ def run_subcommand(prog: str, subcommands: dict[str, Subcommand], argv: list[str
     shown = f"{prog} {subcommand.argument}" if wants_help(rest) else prog
     options, problems = parse(type(subcommand.options), subcommand.options, rest, shown, subcommand.description)
     if not arguments:
-        problems.append(f"{subcommand.argument.split()[0]} is missing")
+        example = re.search(rf"^  ({re.escape(prog)} .+?) *$", subcommand.description, re.MULTILINE)
+        problems.append(f"{subcommand.argument.split()[0]} is missing" + (f", as in {example[1]}" if example else ""))
     if len(arguments) > 1 and not subcommand.argument.endswith("..."):
         problems.append(f"expected one {subcommand.argument}, got {len(arguments)}: {' '.join(arguments)}")
     if problems:

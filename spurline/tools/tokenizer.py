@@ -81,7 +81,9 @@ def _problems(sources: list[Data], options: Train) -> list[str]:
     from spurline.data.tokenizer_train import SMALLEST_VOCAB
 
     found = [problem for source in sources for problem in check_data(source)]
-    if options.vocab_size < SMALLEST_VOCAB:
+    if not options.vocab_size:
+        found.append("--vocab_size is missing: give the size of the vocabulary, such as 2048")
+    elif options.vocab_size < SMALLEST_VOCAB:
         found.append(f"--vocab_size must be at least {SMALLEST_VOCAB}, got {options.vocab_size}")
     if not 0 <= options.validation_fraction < 1:
         found.append(f"--validation_fraction must be in [0, 1), got {options.validation_fraction}")

@@ -66,7 +66,7 @@ def test_everything_that_is_wrong_is_told_before_anything_is_read(spurline, sour
 @pytest.mark.parametrize(
     ("argv", "complaint"),
     [
-        (["prepare"], "spurline data prepare: SOURCE is missing"),
+        (["prepare"], "spurline data prepare: SOURCE is missing, as in spurline data prepare books/ --out prepared/"),
         (["prepare", "books"], "spurline data prepare: --out is missing: give the output folder"),
         (
             ["prepare", "books", "--out", "x", "--weights", "0"],
@@ -77,7 +77,7 @@ def test_everything_that_is_wrong_is_told_before_anything_is_read(spurline, sour
             "spurline data prepare: --wrkers: no such option. Did you mean --workers?",
         ),
         (["prepare", "books", "--workers", "two"], "spurline data prepare: --workers: 'two' is not an integer"),
-        (["ls"], "spurline data ls: FOLDER is missing"),
+        (["ls"], "spurline data ls: FOLDER is missing\n"),
         (["ls", "books", "web.jsonl"], "spurline data ls: expected one FOLDER, got 2: books web.jsonl"),
         (["ls", "books"], "spurline data ls: 'books' is not prepared data"),
         (["verify", "web.jsonl"], "spurline data verify: 'web.jsonl' is not prepared data"),

@@ -60,6 +60,7 @@ def test_show_cuts_a_text(spurline, text):
             ["train", "text.txt", "--vocab_size", "256", "--out", "t.json"],
             "train: --vocab_size must be at least 257, got 256",
         ),
+        (["train", "text.txt", "--out", "t.json"], "train: --vocab_size is missing: give the size of the vocabulary"),
         (["train", "text.txt", "--vocab_size", "280"], "train: --out is missing"),
         (["train", "text.txt", "--vocab_size", "280", "--out", "text.txt"], "train: --out: 'text.txt' exists"),
         (
@@ -67,7 +68,10 @@ def test_show_cuts_a_text(spurline, text):
             "train: can't write 'no/t.json': No such file",
         ),
         (["train", "nowhere", "--vocab_size", "280", "--out", "t.json"], "train: 'nowhere' does not exist"),
-        (["train", "--vocab_size", "280", "--out", "t.json"], "train: SOURCE is missing"),
+        (
+            ["train", "--vocab_size", "280", "--out", "t.json"],
+            "train: SOURCE is missing, as in spurline tokenizer train books/ --vocab_size 8192 --out tokenizer.json\n",
+        ),
         (["show", "nowhere"], "show: --tokenizer: can't read 'nowhere': No such file"),
         (["show", "text.txt"], "show: --tokenizer 'text.txt': not a valid tokenizer.json"),
     ],
