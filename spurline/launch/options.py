@@ -58,7 +58,7 @@ class Options:
     notice: int = 120
     """Seconds to write a checkpoint before the time limit of a job, or after a preemption notice."""
     requeues: int = 5
-    """How often the scheduler restarts a job that lost a node or got stuck."""
+    """How often the scheduler restarts a job that lost a node or got stuck (Slurm: in a row)."""
 
     partition: str = ""
     """Slurm: partition."""

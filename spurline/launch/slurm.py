@@ -49,17 +49,26 @@ while ((signaled)); do # a signal ends `wait`, and the step goes on
     ((again == 127)) || code=$again # 127: it had ended before the signal
 done
 
+# Slurm's own count of restarts includes those after a time limit.
+failures=$run_folder/.failures-$SLURM_JOB_ID
 case $code in
-{stopped}) ;; # stopped, with a checkpoint
-{retried})
-    if ((${{SLURM_RESTART_COUNT:-0}} >= {requeues})); then
-        echo "exit code $code after ${{SLURM_RESTART_COUNT:-0}} restarts of the job: giving up" >&2
-        exit "$code"
-    fi
+{stopped} | {retried}) ;; # stopped with a checkpoint, or a rank is lost or stuck
+*)
+    rm -f "$failures"
+    exit "$code"
     ;;
-*) exit "$code" ;;
 esac
 if ! scontrol show job "$SLURM_JOB_ID" | grep -q JobState=RUNNING; then exit "$code"; fi # canceled, or preempted
+if ((code == {stopped})); then
+    rm -f "$failures"
+else
+    echo "$code" >>"$failures"
+    if (($(wc -l <"$failures") > {requeues})); then
+        echo "exit code $code again after the job was requeued {requeues} times in a row for a failure: giving up" >&2
+        rm -f "$failures"
+        exit "$code"
+    fi
+fi
 echo "exit code $code: back into the queue" >&2
 scontrol requeue "$SLURM_JOB_ID" || exit "$code"
 """

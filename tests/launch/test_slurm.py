@@ -171,22 +171,37 @@ def test_launcher_gets_the_place_to_meet_and_all_options(printed: Callable[..., 
 
 
 @pytest.mark.parametrize(
-    ("code", "restarts", "expected"),
+    ("code", "expected"),
     [
-        ("75", "9", (0, True)),  # stopped with a checkpoint: whenever it happens
-        ("5", "0", (0, True)),  # lost a rank
-        ("6", "4", (0, True)),  # the watchdog
-        ("143", "1", (0, True)),
-        ("5", "5", (5, False)),  # too often
-        ("2", "0", (2, False)),
-        ("3", "0", (3, False)),
-        ("1", "0", (1, False)),
+        ("75", (0, True)),  # stopped with a checkpoint
+        ("5", (0, True)),  # lost a rank
+        ("6", (0, True)),  # the watchdog
+        ("143", (0, True)),
+        ("2", (2, False)),
+        ("3", (3, False)),
+        ("1", (1, False)),
     ],
 )
 def test_exit_code_decides_whether_the_job_is_queued_again(
-    printed: Callable[..., str], slurm: Slurm, code: str, restarts: str, expected: tuple[int, bool]
+    printed: Callable[..., str], slurm: Slurm, code: str, expected: tuple[int, bool]
 ) -> None:
-    assert slurm.run(printed(*BASIC), CODE=code, SLURM_RESTART_COUNT=restarts)[:2] == expected
+    assert slurm.run(printed(*BASIC), CODE=code)[:2] == expected
+
+
+def test_only_failures_in_a_row_count_as_requeues(printed: Callable[..., str], slurm: Slurm) -> None:
+    script, run_folder = printed(*BASIC, "--requeues", "2"), slurm.folder / "outputs/deepseek_v3_debugmodel-job"
+
+    def requeued(*codes: str, **variables: str) -> list[bool]:
+        return [slurm.run(script, CODE=code, SLURM_RESTART_COUNT="9", **variables).requeued for code in codes]
+
+    assert requeued("75", "75", "75", "5", "6", "75", "5", "143") == [True] * 8
+    assert requeued("5", STATE="CANCELLED") == [False]  # preempted: Slurm decides, and nothing has failed
+    giving_up = slurm.run(script, CODE="5")
+    assert (giving_up.code, giving_up.requeued) == (5, False)
+    assert "requeued 2 times in a row for a failure: giving up" in giving_up.err
+    assert requeued("5") == [True]  # by a person who has looked at it
+    assert slurm.run(script, CODE="0").code == 0
+    assert list(run_folder.iterdir()) == [], "nothing is left in the run folder"
 
 
 @pytest.mark.parametrize("code", ["75", "5", "143"])
@@ -259,7 +274,7 @@ def test_script_trains_stops_at_a_notice_and_resumes(
     step = int(saved.name.removeprefix("step-"))
 
     finish = script.replace("--training.steps 100000", f"--training.steps {step + 2}")
-    code, requeued, out, err = slurm.run(finish, SLURM_RESTART_COUNT="1", **where)
+    code, requeued, out, err = slurm.run(finish, **where)
     assert (code, requeued) == (0, False), err
     assert f"resuming from the checkpoint of step {step}" in out
     assert f"step {step + 2}" in " ".join(out.split()).replace(f"/{step + 2}", "")
