@@ -1,5 +1,8 @@
+from contextlib import nullcontext
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from spurline import MoE, MoEConfig
 from spurline.moe import RowCounts, Rows, telemetry
@@ -46,23 +49,43 @@ def test_ops_are_registered_properly() -> None:
     torch.library.opcheck(ops.scatter_add_rows_, (base.detach(), TOKEN_R, rows.detach()))
 
 
+class Calls(TorchDispatchMode):
+    """Notes the ops that are called, with those of their arguments that aren't tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[object, ...]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        assert not torch.are_deterministic_algorithms_enabled()
+        self.found.append((func, *(arg for arg in args if isinstance(arg, bool))))
+        return func(*args, **(kwargs or {}))
+
+
+def test_accelerators_sum_by_one_kernel_that_neither_checks_nor_copies() -> None:
+    rows, base = torch.randint(-9, 9, (6, 2)).float(), torch.ones(5, 2)
+    with Calls() as calls:
+        ops._add_in_row_order(base.to("meta"), TOKEN_R.to("meta"), rows.to("meta"))
+    # The first three are the copies to the device.
+    kernel, accumulates, is_unchecked = calls.found[-1]
+    assert len(calls.found) == 4
+    assert (accumulates, is_unchecked) == (True, True)
+    assert torch.equal(kernel(base.clone(), [TOKEN_R], rows, True, True), base.index_add(0, TOKEN_R, rows))
+
+
 @pytest.mark.parametrize("mode", [0, 1, 2])
 @pytest.mark.parametrize("fails", [False, True])
 def test_determinism_flags_are_left_as_found(mode: int, fails: bool) -> None:
+    base, token, rows = torch.zeros(4, 3), torch.tensor([0, 1]), torch.ones(2, 2 if fails else 3)
     torch.set_deterministic_debug_mode(mode)
     try:
-        with pytest.raises(RuntimeError) if fails else torch.no_grad(), ops._deterministic(True):
-            assert torch.are_deterministic_algorithms_enabled()
-            assert not torch.is_deterministic_algorithms_warn_only_enabled()
-            if fails:
-                raise RuntimeError("inside")
-        assert torch.get_deterministic_debug_mode() == mode
-        token = torch.tensor([0, 99]) if fails else torch.tensor([0, 1])
-        with pytest.raises((RuntimeError, IndexError)) if fails else torch.no_grad():
-            ops.scatter_add_rows(torch.randn(2, 3), token, 4)
-        with pytest.raises((RuntimeError, IndexError)) if fails else torch.no_grad():
-            ops.scatter_add_rows_(torch.zeros(4, 3), token, torch.randn(2, 3))
-        assert torch.get_deterministic_debug_mode() == mode
+        for add in (
+            lambda: ops.scatter_add_rows(rows, token, 4, base),
+            lambda: ops.scatter_add_rows_(base, token, rows),
+        ):
+            with pytest.raises((RuntimeError, IndexError)) if fails else nullcontext():
+                add()
+            assert torch.get_deterministic_debug_mode() == mode
     finally:
         torch.set_deterministic_debug_mode(0)
 
