@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 from spurline.config import Data
 from spurline.data.conversations import FIELDS
-from spurline.data.formats import import_pyarrow, is_jsonl, jsonl_records, parquet_rows
+from spurline.data.formats import is_jsonl, jsonl_records
 from spurline.data.hf_datasets import dataset_rows, is_dataset
+from spurline.data.parquet_files import parquet_rows
 from spurline.data.prepared_index import is_prepared
 from spurline.data.sources import find_files, root_of, stable_hash
 
@@ -37,7 +38,6 @@ def read_records(data: Data) -> Iterator[Record]:
 
 def _of_file(name: str, path: str) -> Iterator[tuple[str, int, Any]]:
     if name.endswith(".parquet"):
-        import_pyarrow("Parquet files")
         yield from (("row", number, row) for number, row in parquet_rows(path, FIELDS))
     elif is_jsonl(name):
         yield from (("line", number, value) for number, value in jsonl_records(path, lambda amount: None))

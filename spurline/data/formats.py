@@ -9,19 +9,17 @@ import gzip
 import io
 import json
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
 
+from spurline.data.parquet_files import import_pyarrow, parquet_rows
 from spurline.untrusted import lines
 
 PIECE_BYTES = 2**18
 MAX_DOCUMENT_BYTES = 2**26
 """Maximum size of one line, after decompression."""
-MAX_ROW_GROUP_BYTES, MAX_EXPANSION = 2**30, 20
-"""A Parquet row group larger than MAX_ROW_GROUP_BYTES must not exceed MAX_EXPANSION times its compressed size."""
-PARQUET_ROWS = 256
 _TEXT_SUFFIXES = (".jsonl", ".ndjson")
 
 Advance = Callable[[int], None]
@@ -156,90 +154,16 @@ def checked_text(value: Any, text_field: str, where: str) -> str:
 
 def _read_parquet(path: str, name: str, text_field: str, advance: Advance) -> Iterator[Document]:
     """One document per row."""
-    pyarrow = import_pyarrow("Parquet files")
-    from pyarrow.parquet import ParquetFile
-
     where = f"data.path: {path!r}"
-    row = 0
-    try:
-        with open(path, "rb") as file:
-            schema = ParquetFile(file).schema_arrow
-            if text_field not in schema.names:
-                columns = ", ".join(map(repr, schema.names))
-                raise ValueError(f"{where}: no column {text_field!r} (it has {columns}): choose with data.text_field")
-            # Dictionary encoding stores repeated values once, so a batch is no larger than the data it is read from.
-            is_text = schema.field(text_field).type in (pyarrow.string(), pyarrow.large_string())
-            table = ParquetFile(file, read_dictionary=[text_field] if is_text else None)
-            _check_row_groups(table, text_field, where)
-            bytes_per_row = file.seek(0, io.SEEK_END) / max(1, table.metadata.num_rows)
-            for batch in table.iter_batches(batch_size=PARQUET_ROWS, columns=[text_field]):
-                for value in _values(batch.column(0)):
-                    if text := checked_text(value, text_field, f"{where}, row {row}"):
-                        yield Document(f"{name}:{row}", text)
-                    row += 1
-                advance(int(row * bytes_per_row) - int((row - batch.num_rows) * bytes_per_row))
-    except pyarrow.ArrowException as error:
-        first_line = str(error).partition("\n")[0]
-        raise ValueError(f"{where}: can't be read as Parquet after row {row}: {first_line}") from None
-    except OSError as error:
-        raise ValueError(f"{where}: can't be read after row {row}: {error.strerror or error}") from None
 
+    def check(columns: list[str]) -> None:
+        if text_field not in columns:
+            has = ", ".join(map(repr, columns))
+            raise ValueError(f"{where}: no column {text_field!r} (it has {has}): choose with data.text_field")
 
-def parquet_rows(path: str, wanted: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Each row with its number, as a dict of the wanted columns that the file has."""
-    pyarrow = import_pyarrow("Parquet files")
-    from pyarrow.parquet import ParquetFile
-
-    where, row = f"data.path: {path!r}", 0
-    try:
-        with ParquetFile(path) as table:
-            columns = [name for name in wanted if name in table.schema_arrow.names]
-            for name in columns:
-                _check_row_groups(table, name, where)
-            for batch in table.iter_batches(batch_size=PARQUET_ROWS, columns=columns):
-                for record in batch.to_pylist():
-                    yield row, record
-                    row += 1
-    except pyarrow.ArrowException as error:
-        first_line = str(error).partition("\n")[0]
-        raise ValueError(f"{where}: can't be read as Parquet after row {row}: {first_line}") from None
-    except OSError as error:
-        raise ValueError(f"{where}: can't be read after row {row}: {error.strerror or error}") from None
-
-
-def _values(column: Any) -> Iterator[Any]:
-    """The values of a column; consecutive repeats in a dictionary-encoded column share one object."""
-    if not hasattr(column, "dictionary"):
-        yield from (value.as_py() for value in column)
-        return
-    last, value = None, None
-    for index in column.indices.to_pylist():
-        if index != last:
-            last, value = index, None if index is None else column.dictionary[index].as_py()
-        yield value
-
-
-def _check_row_groups(table: Any, text_field: str, where: str) -> None:
-    """Reject a file that expands to far more memory than its size: columns are decompressed one row group at a time."""
-    for number in range(table.metadata.num_row_groups):
-        group = table.metadata.row_group(number)
-        columns = [group.column(i) for i in range(group.num_columns)]
-        of_text = [column for column in columns if column.path_in_schema.split(".")[0] == text_field]
-        num_bytes = sum(column.total_uncompressed_size for column in of_text)
-        compressed = sum(column.total_compressed_size for column in of_text)
-        if num_bytes > max(MAX_ROW_GROUP_BYTES, MAX_EXPANSION * compressed):
-            raise ValueError(
-                f"{where}: row group {number} has {num_bytes:,} bytes of {text_field!r} in {compressed:,} bytes of the"
-                " file: write it again with smaller row groups"
-            )
-
-
-def import_pyarrow(what: str) -> Any:
-    try:
-        import pyarrow
-    except ImportError:
-        raise ValueError(f"data.path: {what} need the package pyarrow: pip install 'spurline[data]'") from None
-    return pyarrow
+    for row, record in parquet_rows(path, [text_field], advance, check):
+        if text := checked_text(record[text_field], text_field, f"{where}, row {row}"):
+            yield Document(f"{name}:{row}", text)
 
 
 class _CountedFile(io.FileIO):

@@ -1,5 +1,6 @@
 import gzip
 import json
+import random
 import re
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from spurline.config import Data
 from spurline.data import formats
+from spurline.data.parquet_files import parquet_rows
 from spurline.data.sources import read_documents, source_size
 
 
@@ -128,6 +130,40 @@ def test_progress_of_parquet_ends_at_its_size(tmp_path):
     amounts: list[int] = []
     list(read_documents(Data(str(path)), amounts.append))
     assert len(amounts) > 3
+    assert sum(amounts) == path.stat().st_size
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"use_dictionary": False}, {"store_schema": False}, {"dictionary_pagesize_limit": 100, "data_page_size": 100}],
+)
+def test_nested_rows_of_parquet_are_those_of_pyarrow(tmp_path, options):
+    """Over row groups of several batches, with dictionaries that are given up in the middle."""
+    rng = random.Random(0)
+
+    def message(number):
+        content = rng.choice([None, "", "short", "é" * rng.randint(1, 300), f"own {number}"])
+        calls = rng.choice([None, [], [{"name": "f", "arguments": [1, None, number]}]])
+        return rng.choice([None, {"role": rng.choice(["user", "assistant"]), "content": content, "calls": calls}])
+
+    rows = [
+        {"n": n, "messages": rng.choice([None, [], [message(n) for _ in range(3)]]), "share": n / 7, "raw": b"x"}
+        for n in range(1500)
+    ]
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=700, **options)
+    found = list(parquet_rows(str(path), ["raw", "messages", "none", "share", "n"]))
+    assert found == list(enumerate(pyarrow.parquet.read_table(path).to_pylist()))
+
+
+def test_parquet_is_read_in_few_batches_for_a_row_group(tmp_path):
+    """Each batch copies the texts of the row group so far."""
+    path = tmp_path / "a.parquet"
+    texts = [str(number) for number in range(20_000)]
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path, row_group_size=10_000)
+    amounts: list[int] = []
+    assert [row["text"] for _, row in parquet_rows(str(path), ["text"], amounts.append)] == texts
+    assert len(amounts) <= 2 * 17
     assert sum(amounts) == path.stat().st_size
 
 

@@ -84,30 +84,70 @@ def test_a_line_without_end_is_refused_while_it_is_decompressed(tmp_path):
     assert "line 1 is longer than 67,108,864 bytes" in peak_of(path)["error"]
 
 
+def write_bomb(path, column):
+    """Without Arrow's schema, which would say that values are dictionaries."""
+    from pyarrow import parquet, table
+
+    parquet.write_table(table(column), path, compression="zstd", store_schema=False)
+    assert path.stat().st_size < 100_000
+
+
+def repeated(text, times):
+    import pyarrow
+
+    return pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * times), pyarrow.array([text]))
+
+
 def test_a_small_parquet_file_does_not_take_gigabytes(tmp_path):
     """One value of 8 MB, 256 times: a batch of strings takes 3.8 GB."""
-    pyarrow = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
-    table = pyarrow.table({"text": pyarrow.array(["a" * 2**23] * 2)})
-    batches = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 256), table["text"].chunk(0).slice(0, 1))
-    # Without Arrow's schema, which would say that the values are a dictionary.
-    table = pyarrow.table({"text": batches})
-    parquet.write_table(table, tmp_path / "bomb.parquet", compression="zstd", store_schema=False)
-    assert (tmp_path / "bomb.parquet").stat().st_size < 100_000
+    pytest.importorskip("pyarrow")
+    write_bomb(tmp_path / "bomb.parquet", {"text": repeated("a" * 2**23, 256)})
     outcome = peak_of(tmp_path / "bomb.parquet")
     assert outcome["documents"] == 256
     assert outcome["peak"] < 4e8
+
+
+def test_repeats_in_small_parquet_files_of_conversations_share_one_text(tmp_path):
+    """2 GB each, if every repeat had its own: 1,000 messages in one row, or a prompt in 256 rows."""
+    pyarrow = pytest.importorskip("pyarrow")
+    content = pyarrow.StructArray.from_arrays(
+        [repeated("user", 1000), repeated("a" * 2**21, 1000)], ["role", "content"]
+    )
+    messages = pyarrow.ListArray.from_arrays([0, 1000], content)
+    for name, column in (("a.parquet", {"messages": messages}), ("b.parquet", {"prompt": repeated("a" * 2**23, 256)})):
+        write_bomb(tmp_path / name, column)
+    outcome = peak_of(tmp_path, reader="spurline.data.chat_files.read_records")
+    assert outcome == {"documents": 257, "error": "", "peak": outcome["peak"]}
+    assert outcome["peak"] < 4e8
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda pa: pa.array([b"a" * 65] * 2, pa.binary(65)), "'messages' has values of 65 bytes, not text"),
+        (
+            lambda pa: pa.array([[("a", "b")]], pa.map_(pa.string(), pa.string())),
+            r"a column is a map<.*> .*: write it as",
+        ),
+    ],
+)
+def test_columns_whose_repeats_would_be_copied_are_refused(tmp_path, make, told):
+    pyarrow = pytest.importorskip("pyarrow")
+    from spurline.data.parquet_files import parquet_rows
+
+    write_bomb(tmp_path / "bomb.parquet", {"messages": make(pyarrow)})
+    with pytest.raises(ValueError, match=told):
+        list(parquet_rows(str(tmp_path / "bomb.parquet"), ["messages"]))
 
 
 def test_a_row_group_that_would_take_gigabytes_is_refused(tmp_path, monkeypatch):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
-    from spurline.data import formats
+    from spurline.data import parquet_files
     from spurline.data.sources import read_documents
 
-    monkeypatch.setattr(formats, "MAX_ROW_GROUP_BYTES", 10**6)
+    monkeypatch.setattr(parquet_files, "MAX_ROW_GROUP_BYTES", 10**6)
     texts = [str(number) * 1000 for number in range(1000)]
     parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "bomb.parquet", compression="zstd")
     with pytest.raises(ValueError, match=r"row group 0 has [0-9,]+ bytes of 'text' in [0-9,]+ bytes of the file"):
@@ -115,14 +155,13 @@ def test_a_row_group_that_would_take_gigabytes_is_refused(tmp_path, monkeypatch)
 
 
 SCRIPT = """
-import json, re, sys
+import json, pkgutil, re, sys
 from pathlib import Path
 from spurline.config import Data
-from spurline.data.sources import read_documents
 
 documents, error = 0, ""
 try:
-    for _ in read_documents(Data(path=sys.argv[1])):
+    for _ in pkgutil.resolve_name(sys.argv[2])(Data(path=sys.argv[1])):
         documents += 1
 except ValueError as refused:
     error = str(refused)
@@ -132,13 +171,12 @@ print(json.dumps({"documents": documents, "error": error, "peak": peak}))
 """
 
 
-def peak_of(path):
+def peak_of(path, reader="spurline.data.sources.read_documents"):
     """What reading a file in a process of its own comes to."""
 
     def limit():
         resource.setrlimit(resource.RLIMIT_AS, (6 * 2**30, 6 * 2**30))
 
-    process = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(path)], capture_output=True, text=True, check=True, preexec_fn=limit
-    )
+    command = [sys.executable, "-c", SCRIPT, str(path), reader]
+    process = subprocess.run(command, capture_output=True, text=True, check=True, preexec_fn=limit)
     return json.loads(process.stdout)
