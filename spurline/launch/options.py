@@ -51,7 +51,8 @@ class Options:
     memory: str = ""
     """Memory per node, in the scheduler's notation: 900G with Slurm, 900Gi with Kubernetes."""
     env: str = ""
-    """Environment variables for the ranks: NAME=VALUE,NAME=VALUE."""
+    """Environment variables for the ranks: NAME=VALUE,NAME=VALUE. Values may contain commas, as in
+    NCCL_IB_HCA=mlx5_0,mlx5_1."""
     interface: str = ""
     """Network interface for NCCL's and gloo's sockets, such as ib0.
     Default: NCCL chooses; gloo uses the one that reaches the endpoint."""
@@ -104,7 +105,12 @@ class Options:
     @property
     def variables(self) -> dict[str, str]:
         """The environment variables of --env."""
-        return dict(item.partition("=")[::2] for item in self.env.split(",") if item)
+        return dict(item.partition("=")[::2] for item in self._assignments)
+
+    @property
+    def _assignments(self) -> list[str]:
+        """The parts of --env, which begin where a name and an equals sign follow a comma."""
+        return re.split(r",(?=[A-Za-z_]\w*=)", self.env) if self.env else []
 
     def problems(self) -> list[str]:
         found = []
@@ -123,7 +129,7 @@ class Options:
             found.append(f"{' and '.join(targets)}: choose one")
         if (self.print_ or self.out) and not targets:
             found.append("--print and --out are for --slurm, --kubernetes and --torchrun")
-        for item in filter(None, self.env.split(",")):
+        for item in self._assignments:
             if not re.fullmatch(r"[A-Za-z_]\w*=.*", item):
                 found.append(f"--env: {item!r} is not NAME=VALUE")
         if self.name and not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?", self.name):

@@ -17,7 +17,7 @@ from spurline.testing.tiny import write_words
 SHELLCHECK = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
 BASIC = ("--slurm", "--ranks", "2", "--nnodes", "2", "--gpus", "0")
 ALL = ("--cpus", "2", "--memory", "8G", "--time", "1:00:00", "--partition", "gpu", "--account", "me", "--notice", "60",
-       "--interface", "ib0", "--env", "A=b c,D=e", "--log_rank", "0,1", "--restarts", "3",
+       "--interface", "ib0", "--env", "A=b c,D=e,NCCL_IB_HCA=mlx5_0:1,mlx5_1", "--log_rank", "0,1", "--restarts", "3",
        "--sbatch=--qos=high '--comment=two words'")  # fmt: skip
 TORCHRUN = ("--torchrun", "--ranks", "2", "--nnodes", "2", "--interface", "ib0", "--env", "A=b c", "--restarts", "3")
 SRUN = """#!/usr/bin/env bash
@@ -120,6 +120,7 @@ def test_directives_say_what_the_options_do(printed: Callable[..., str]) -> None
                  "'--comment=two words'", "--signal=B:USR1@60"):  # fmt: skip
         assert told in directives(script)
     assert "export NCCL_SOCKET_IFNAME=ib0\nexport GLOO_SOCKET_IFNAME=ib0\nexport A='b c'\nexport D=e\n" in script
+    assert "\nexport NCCL_IB_HCA=mlx5_0:1,mlx5_1\n" in script
 
 
 def test_accelerators_are_those_of_the_ranks_unless_told(printed: Callable[..., str]) -> None:

@@ -56,6 +56,7 @@ def test_options_of_train_are_known_without_dashes():
         ("--kubernetes --ranks 2 --image a --volume b:/c --name 8b",
          "--name 8b: pods would be named 8b-node-0-0, which must begin with a letter and have 63 letters at most"),
         ("--env A", "--env: 'A' is not NAME=VALUE"),
+        ("--env A,B=c", "--env: 'A' is not NAME=VALUE"),
     ],
 )  # fmt: skip
 def test_bad_options_are_one_line(spurline, started, options, told):
