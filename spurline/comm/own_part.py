@@ -1,4 +1,4 @@
-"""The indices of this rank's shard of a tensor."""
+"""This rank's shard of a tensor: its indices, and setting it from the full value."""
 
 import torch
 from torch import Tensor
@@ -26,3 +26,20 @@ def own_indices(tensor: Tensor) -> list[Tensor]:
     shape, held = tuple(index.numel() for index in indices), tuple(tensor.to_local().shape)
     assert shape == held, f"expected {shape} of {tensor.placements} on this rank, which holds {held}"
     return indices
+
+
+def keep_own_part(parameter: Tensor, whole: Tensor) -> None:
+    """Set a parameter, or this rank's shard of it, from its full value."""
+    if not isinstance(parameter, DTensor):
+        parameter.copy_(whole)
+        return
+    for dim, index in enumerate(own_indices(parameter)):
+        whole = whole.index_select(dim, index.to(whole.device))
+    parameter.to_local().copy_(whole)
+    note_new_value(parameter)
+
+
+def note_new_value(parameter: Tensor) -> None:
+    """Bump the version of a DTensor, which does not notice in-place writes to its local tensor."""
+    if isinstance(parameter, DTensor):
+        torch.autograd.graph.increment_version(parameter)

@@ -16,6 +16,7 @@ from spurline.comm.sequence import HeadTailShard, SequenceShard
 from spurline.comm.sequence_parallel import SequenceParallel
 from spurline.lora.adapters import Adaptable, product
 from spurline.moe.config import MoEConfig
+from spurline.moe.initial import draw_parameters, reset
 from spurline.moe.registry import make_dispatcher, make_experts, make_router
 from spurline.ops.draw import drawn_in_blocks, fill_truncated_normal
 from spurline.ops.functional import swiglu
@@ -97,15 +98,16 @@ class MoE(nn.Module):
         self.sequence_ranks: tuple[int, list[int], list[int] | None] | None = None  # see `set_sequence_ranks`
         if dtype is not None:
             self.to(dtype)
-        self.reset_parameters()
+        for component in self.children():
+            component.apply(draw_parameters)
 
-    @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Reinitialize the weights from torch's default generator."""
-        for module in self.children():
-            for name, parameter in module.named_parameters(recurse=False):
-                if not parameter.is_meta:
-                    module.init_parameter(name, parameter, None)  # type: ignore[operator]
+        """Initialize all weights and buffers, from torch's default generator: after `to_empty`, or to start again.
+
+        Experts that are sharded over ranks differ, and everything else is the same, if all ranks set the same seed.
+        """
+        for component in self.children():
+            component.apply(reset)
 
     def set_sequence_ranks(self, size: int, rank_P: list[int], context_rank_P: list[int] | None = None) -> None:
         """Set which of `size` shares of a sequence's positions each rank of the expert group works on.

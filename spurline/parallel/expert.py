@@ -38,6 +38,9 @@ def parallelize_moe(
     once. So the gradients of router and shared experts are summed over ep_mesh in each backward pass. If they are
     reduced elsewhere (FSDP2, DDP), turn that off with reduce_gradients=False.
 
+    Parameters may be replaced afterwards: for a layer on the meta device, call `moe.to_empty(device=...)` and
+    `moe.reset_parameters()`.
+
     `layer` is the layer's name in errors. Forced balance relies on same_num_tokens: pass False if ranks may have
     different numbers of tokens. `balance` is for models whose batches or sequences span more ranks than ep_mesh: the
     two groups of `balance_over`.

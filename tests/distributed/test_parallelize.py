@@ -1,6 +1,5 @@
 """What parallelize_moe changes in a layer, and what it refuses: on every rank, so that none is left waiting."""
 
-import copy
 import dataclasses
 
 import pytest
@@ -44,20 +43,22 @@ def layer_alone() -> MoE:
 def parallelized(how: str) -> MoE:
     """The layer of `layer_alone` on two ranks, with other parameters than those that were parallelized."""
     mesh = init_device_mesh("cpu", (2,))
-    whole = parallelize_moe(layer_alone(), mesh)
-    if how == "copied":
-        return copy.deepcopy(whole)
-    moe = parallelize_moe(MoE(CONFIG, device="meta" if how == "materialized" else "cpu"), mesh)
     if how == "materialized":
-        moe.to_empty(device="cpu")
-    moe.load_state_dict(whole.state_dict(), assign=how == "assigned")
-    moe.router.init_buffers()
+        moe = parallelize_moe(MoE(CONFIG, init_std=0.5, device="meta"), mesh).to_empty(device="cpu")
+        torch.manual_seed(0)
+        moe.reset_parameters()
+        return moe
+    whole, moe = parallelize_moe(layer_alone(), mesh), parallelize_moe(MoE(CONFIG), mesh)
+    moe.load_state_dict(whole.state_dict(), assign=True)
     return moe
 
 
 def replicated_gradients(rank: int, moe: MoE) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Of router and shared experts: on two ranks, each with its own tokens, and of one layer with all tokens."""
     alone = layer_alone()
+    assert all(
+        torch.equal(p.full_tensor(), alone.get_parameter(f"experts.{n}")) for n, p in moe.experts.named_parameters()
+    )
     x_PTD = torch.randn(2, 5, CONFIG.dim)
     moe(x_PTD[rank]).square().sum().backward()
     alone(x_PTD).square().sum().backward()

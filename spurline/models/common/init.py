@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from spurline.comm.own_part import own_indices
+from spurline.comm.own_part import keep_own_part, note_new_value, own_indices
 from spurline.lora.adapters import is_adapter
 from spurline.models.common.decoder_config import DecoderConfig
 from spurline.ops.draw import KeyedGenerator, is_drawn_in_blocks
@@ -109,24 +109,13 @@ def _draw_blocks(fill: Callable[..., None], name: str, parameter: Tensor, genera
             part_rc[own_rows, own_columns] = block[rows_inside][:, columns_inside].to(part.device)
     if not part.is_contiguous():
         part.copy_(part_rc.view(part.shape))
-    _note_new_value(parameter)
+    note_new_value(parameter)
 
 
 def _draw_whole(module: nn.Module, name: str, parameter: Tensor, generator: KeyedGenerator, key: str) -> None:
     value = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
     module.init_parameter(name, value, generator.at(key))  # type: ignore[operator]
-    if isinstance(parameter, DTensor):
-        for dim, index in enumerate(own_indices(parameter)):
-            value = value.index_select(dim, index)
-        parameter.to_local().copy_(value)
-        _note_new_value(parameter)
-    else:
-        parameter.copy_(value)
-
-
-def _note_new_value(parameter: Tensor) -> None:
-    if isinstance(parameter, DTensor):  # it does not notice in-place writes to its local tensor
-        torch.autograd.graph.increment_version(parameter)
+    keep_own_part(parameter, value)
 
 
 def _matrix_shape(parameter: Tensor) -> tuple[int, int]:
