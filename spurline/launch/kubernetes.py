@@ -51,6 +51,7 @@ def job_set(job: JobText) -> dict[str, Any]:
                         # The pod of a lost node is recreated and joins the others; all must end together.
                         "backoffLimit": nodes * options.requeues,
                         "podFailurePolicy": {"rules": _rules()},
+                        **_success_policy(options),
                         "template": {"spec": _pod(job)},
                     }
                 },
@@ -78,6 +79,11 @@ def _rules() -> list[dict[str, Any]]:
 
     disruption = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
     return [on("FailJob", sorted(map(int, FINAL))), on("Ignore", [int(ExitCode.STOPPED)]), disruption]
+
+
+def _success_policy(options: Options) -> dict[str, Any]:
+    """With spare nodes, the job is complete with its first pod: a spare one may get a node only after the run."""
+    return {"successPolicy": {"rules": [{"succeededIndexes": "0"}]}} if len(options.nodes) > 1 else {}
 
 
 def _pod(job: JobText) -> dict[str, Any]:

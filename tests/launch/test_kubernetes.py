@@ -49,6 +49,7 @@ def test_schema_refuses_what_the_cluster_would(printed: Callable[..., str]) -> N
         lambda spec: spec["replicatedJobs"][0]["template"]["spec"].update(parallelism="4"),
         lambda spec: pod_of(spec)["containers"][0].update(commands=[]),
         lambda spec: pod_of(spec)["containers"][0]["env"][0].update(value=1),
+        lambda spec: spec["replicatedJobs"][0]["template"]["spec"].update(successPolicy={"rules": "0"}),
     ):
         manifest = copy.deepcopy(whole)
         spoil(manifest["spec"])
@@ -79,6 +80,18 @@ def test_pods_meet_on_the_first_one_and_work_in_the_volume(printed: Callable[...
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
     assert pod["terminationGracePeriodSeconds"] > 120
     assert pod["restartPolicy"] == "Never"  # what exit codes need
+
+
+def test_spare_pod_that_never_got_a_node_does_not_keep_the_job_from_its_end(printed: Callable[..., str]) -> None:
+    """Without a success policy, a Job is complete when each of its pods has succeeded."""
+
+    def policy(*options: str) -> Any:
+        return yaml.safe_load(printed(*BASIC, *options))["spec"]["replicatedJobs"][0]["template"]["spec"].get(
+            "successPolicy"
+        )
+
+    assert policy("--nnodes", "2:4") == {"rules": [{"succeededIndexes": "0"}]}  # the pod that serves the rendezvous
+    assert policy() is None
 
 
 def test_exit_codes_decide_what_the_end_of_a_pod_means(printed: Callable[..., str]) -> None:
