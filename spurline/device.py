@@ -105,9 +105,21 @@ def has_grouped_mm_kernel(device: str, dtype: torch.dtype) -> bool:
     """
     if device != "cuda" or dtype != torch.bfloat16:
         return False
-    if torch.version.hip or not torch.cuda.is_available():
-        return True
-    return torch.cuda.get_device_capability()[0] in (9, 10)
+    return _compute_capability() in (None, 9, 10)
+
+
+def has_doubtful_grouped_mm(device: str) -> bool:
+    """Whether gradients of PyTorch's grouped matmul are reported to be wrong on devices of this type.
+
+    On compute capabilities 10.x: NaN with PyTorch 2.13 (pytorch#193633), and gradients of empty groups that aren't zero
+    (pytorch#172439).
+    """
+    return device == "cuda" and _compute_capability() == 10
+
+
+def _compute_capability() -> int | None:
+    """The major compute capability of NVIDIA's device; None with ROCm, and if there is no device to query."""
+    return None if torch.version.hip or not torch.cuda.is_available() else torch.cuda.get_device_capability()[0]
 
 
 TRITON_TARGETS = {

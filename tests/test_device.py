@@ -8,6 +8,9 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from spurline import device
+from spurline.moe.kernels.choose import verdicts
+from spurline.moe.kernels.kernel import Work
+from spurline.moe.kernels.triton import experts
 
 GPU = "cu" + "da"
 
@@ -106,13 +109,22 @@ def test_barrier_names_the_device_of_a_group_that_is_bound_to_none(monkeypatch: 
     assert given == [[3], None]
 
 
-def test_grouped_matmul_is_a_kernel_for_bfloat16_on_some_devices(monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("capability", "is_kernel", "chosen"),
+    [((8, 0), False, "triton"), ((9, 0), True, "grouped_mm"), ((10, 3), True, "triton"), ((12, 0), False, "triton")],
+)
+def test_grouped_matmul_is_a_kernel_for_bfloat16_on_some_devices(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], is_kernel: bool, chosen: str
+) -> None:
     module = getattr(torch, GPU)
     monkeypatch.setattr(module, "is_available", lambda: True)
-    for capability, expected in (((8, 0), False), ((9, 0), True), ((10, 0), True), ((12, 0), False)):
-        monkeypatch.setattr(module, "get_device_capability", lambda capability=capability: capability)
-        assert device.has_grouped_mm_kernel(GPU, torch.bfloat16) is expected
-        assert not device.has_grouped_mm_kernel(GPU, torch.float32)
+    monkeypatch.setattr(module, "get_device_capability", lambda: capability)
+    assert device.has_grouped_mm_kernel(GPU, torch.bfloat16) is is_kernel
+    assert not device.has_grouped_mm_kernel(GPU, torch.float32)
+    assert device.has_doubtful_grouped_mm(GPU) is (capability[0] == 10)
+    assert not device.has_doubtful_grouped_mm("xpu")
+    monkeypatch.setattr(experts, "HAS_TRITON", True)
+    assert next(iter(verdicts(Work("swiglu", GPU, torch.bfloat16, 64, 32)))) == chosen
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert device.has_grouped_mm_kernel(GPU, torch.bfloat16)
+    assert next(iter(verdicts(Work("swiglu", GPU, torch.bfloat16, 64, 32)))) == "grouped_mm"
     assert not device.has_grouped_mm_kernel("xpu", torch.bfloat16)

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spurline.device import has_grouped_mm_kernel
+from spurline.device import has_doubtful_grouped_mm, has_grouped_mm_kernel
 from spurline.moe.kernels.choose import grouped_mm_takes
 from spurline.moe.kernels.kernel import Kernel, Verdict, Work
 from spurline.moe.rows import Rows
@@ -23,6 +23,8 @@ class GroupedMMKernel(Kernel):
             return Verdict(8, "on a CPU a loop inside PyTorch")
         if not has_grouped_mm_kernel(work.device, work.dtype):
             return Verdict(8, f"a loop inside PyTorch for {work.dtype} on this device, which waits for the row counts")
+        if has_doubtful_grouped_mm(work.device):
+            return Verdict(8, "one launch, but with wrong gradients on this device by reports (pytorch#193633)")
         return Verdict(15, "all experts in one launch; counts stay on the device")
 
     @counted("experts.grouped_mm")
