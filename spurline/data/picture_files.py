@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,8 @@ import numpy as np
 from spurline.data.patches import Pixels, fitting_size
 from spurline.untrusted import lines, open_regular, parse_json, reason
 
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+"""Whatever a file is called: Pillow reads many others, some with other programs (EPS with Ghostscript)."""
 _ORIENTATION = 0x0112  # EXIF orientation tag; values from 5 on swap height and width
 
 
@@ -75,16 +77,19 @@ def import_pillow() -> Any:
     return Image
 
 
-def _open(path: str) -> Any:
+@contextmanager
+def _open(path: str) -> Iterator[Any]:
     package = import_pillow()
-    try:
-        return package.open(path)
-    except package.UnidentifiedImageError:
-        raise ValueError(f"{path!r} is not an image that Pillow can read") from None
-    except package.DecompressionBombError as error:
-        raise ValueError(f"{path!r} is too large: {error}") from None
-    except OSError as error:
-        raise ValueError(f"can't read the image {path!r}: {error.strerror}") from None
+    with ExitStack() as stack:
+        try:
+            image = package.open(stack.enter_context(open_regular(path)), formats=FORMATS)
+        except package.UnidentifiedImageError:
+            raise ValueError(f"{path!r} is not an image of a format that is read here: {', '.join(FORMATS)}") from None
+        except package.DecompressionBombError as error:
+            raise ValueError(f"{path!r} is too large: {error}") from None
+        except OSError as error:
+            raise ValueError(f"can't read the image {path!r}: {reason(error)}") from None
+        yield image
 
 
 def _parse(path: str, number: int, line: str) -> tuple[str, str | None]:

@@ -1,6 +1,7 @@
 """Pictures with texts as batches: drawn scenes, a user's own files, packing, patches."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -338,3 +339,27 @@ def test_a_truncated_picture_is_one_line(tmp_path):
         picture_size(str(path), 4096)
     with pytest.raises(ValueError, match=r"^data\.path: can't read the image '[^\n]*a\.png': [^\n]*$"):
         read_picture(str(path), (32, 32))
+
+
+@pytest.mark.parametrize("read", [lambda path: picture_size(path, 4096), lambda path: read_picture(path, (32, 32))])
+def test_a_picture_never_starts_another_program(tmp_path, monkeypatch, read):
+    """Pillow gives PostScript to Ghostscript, whatever the file is called."""
+    started = tmp_path / "started"
+    ghostscript = tmp_path / "gs"
+    ghostscript.write_text(f"#!/bin/sh\ntouch {started}\n")
+    ghostscript.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    path = tmp_path / "cat.png"
+    path.write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 64 64\n%%EndComments\nshowpage\n%%EOF\n")
+    with pytest.raises(
+        ValueError, match=r"cat\.png' is not an image of a format that is read here: PNG, JPEG, [^\n]*$"
+    ):
+        read(str(path))
+    assert not started.exists()
+
+
+def test_a_pipe_in_place_of_a_picture_is_refused(own_pictures, tmp_path):
+    """Reading it would wait for somebody to write."""
+    os.mkfifo(tmp_path / "cat.png")
+    with pytest.raises(ValueError, match=r"line 1: can't read the image '[^\n]*cat\.png': not a regular file$"):
+        open_data(own_pictures([{"image": "cat.png", "text": "a cat"}]), seq_len=32, seed=0)
