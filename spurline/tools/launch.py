@@ -15,12 +15,15 @@ from spurline.config import RunConfig
 from spurline.config_io import ConfigError
 from spurline.launch.options import Options
 from spurline.parallel.degrees import degree_problems
+from spurline.spelling import nearest
 from spurline.tools.console import complain
 from spurline.tools.options import PROG as TRAIN
 from spurline.tools.options import Command, resolve
 from spurline.tools.parsing import option_types, parse, split_options, wants_help
 
 PROG = "spurline launch"
+_CUTOFF = 0.75
+"""--rank, --gpu, --node and --slrum are nearer to an option of this command; --interval and --config are not."""
 DESCRIPTION = """\
 Start `spurline train` on several ranks, with torchrun's elastic agent: on this machine,
 as one node of several, or as a job on a cluster. Arguments after -- go to `spurline
@@ -122,7 +125,10 @@ def write_job(options: Options, command: Command[Any], train: list[str]) -> int:
 
 
 def split_command(argv: list[str]) -> tuple[list[str], list[str]]:
-    """Split argv into this command's options and those of `spurline train`: all after --, or all unknown here."""
+    """Split argv into this command's options and those of `spurline train`: all after --, or all unknown here.
+
+    A misspelled option of this command is not taken for one of `spurline train`, whose options have a section.
+    """
     if "--" in argv:
         where = argv.index("--")
         return argv[:where], argv[where + 1 :]
@@ -131,7 +137,8 @@ def split_command(argv: list[str]) -> tuple[list[str], list[str]]:
     own: list[str] = list(before)
     train: list[str] = []
     for option in given:
-        (own if option.name in known else train).extend(option.tokens)
+        is_own = option.name in known or ("." not in option.name and nearest(option.name, known, _CUTOFF))
+        (own if is_own else train).extend(option.tokens)
     return own, train
 
 

@@ -32,6 +32,26 @@ def test_options_of_train_are_known_without_dashes():
 
 
 @pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ("--partitions gpu", "--partition"),
+        ("--rank 2", "--ranks"),
+        ("--rdzv-endpoints a:1", "--rdzv_endpoint"),
+        ("--slrum", "--slurm"),
+    ],
+)
+def test_misspelled_option_is_that_of_the_launcher_without_dashes_too(spurline, started, option, told):
+    line = f"spurline launch: {option.split()[0]}: no such option. Did you mean {told}?\n"
+    assert spurline("launch", *CONFIG, *option.split(), "--training.steps", "3") == (2, "", line)
+    assert not started
+
+
+def test_misspelled_option_of_train_is_not_taken_for_one_of_the_launcher():
+    train = ["--conifg", "a", "--interval", "3", "--compile", "--dry-run", "--traning.ranks", "2"]
+    assert split_command([*train]) == ([], train)
+
+
+@pytest.mark.parametrize(
     ("options", "told"),
     [
         ("--ranks -1", "--ranks must be a number of ranks, got -1"),
