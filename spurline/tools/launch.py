@@ -96,9 +96,11 @@ def write_job(options: Options, command: Command[Any], train: list[str]) -> int:
     name = re.sub(r"[^a-z0-9-]+", "-", name.lower()) if options.kubernetes else name
     if options.kubernetes and (problems := name_problems(name, options)):
         return complain(PROG, problems)
-    if not command.run_config.checkpoint.enable:
-        return complain(PROG, [f"--{options.target} needs checkpoints, to go on after a restart: --checkpoint.enable"])
     folder, given = f"outputs/{name}-job", {option.name for option in split_options(train)[1]}
+    if not command.run_config.checkpoint.enable:
+        off = "checkpoint.no_enable"
+        remedy = f"leave out --{off}" if off in given else "add --checkpoint.enable"
+        return complain(PROG, [f"--{options.target} needs checkpoints, to continue after a restart: {remedy}"])
     if "job.dump_folder" in given:
         folder = command.run_config.job.dump_folder
     else:  # a restarted job must find its run

@@ -117,10 +117,14 @@ def test_script_is_written_once_and_says_how_to_submit_it(spurline, started, tmp
 
 
 def test_job_for_a_cluster_needs_checkpoints(spurline, tmp_path):
-    command = ["launch", "--slurm", "--ranks", "2", "--", *CONFIG, "--checkpoint.no_enable"]
-    line = "spurline launch: --slurm needs checkpoints, to go on after a restart: --checkpoint.enable\n"
-    assert spurline(*command) == (2, "", line)
+    command = ["launch", "--slurm", "--ranks", "2", "--"]
+    line = "spurline launch: --slurm needs checkpoints, to continue after a restart: "
+    off = spurline(*command, *CONFIG, "--checkpoint.no_enable")
+    assert off == (2, "", f"{line}leave out --checkpoint.no_enable\n")
     assert list(tmp_path.iterdir()) == []
+    file = tmp_path / "config.yaml"
+    file.write_text("module: deepseek_v3\nconfig: deepseek_v3_debugmodel\ncheckpoint:\n  enable: false\n")
+    assert spurline(*command, "--config-file", str(file)) == (2, "", f"{line}add --checkpoint.enable\n")
 
 
 def test_job_for_a_cluster_is_checked_like_a_run(spurline, tmp_path):
