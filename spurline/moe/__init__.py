@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from spurline.moe.config import MoEConfig
 
 if TYPE_CHECKING:
-    from spurline.moe.balance import update_expert_bias
+    from spurline.moe.balance import set_token_weight, update_expert_bias
     from spurline.moe.experts.experts import Experts
     from spurline.moe.kernels.kernel import Kernel
     from spurline.moe.layer import MoE
@@ -37,6 +37,7 @@ _HOME = {
     "register_experts_backend": "registry",
     "register_kernel": "registry",
     "register_router": "registry",
+    "set_token_weight": "balance",
     "update_expert_bias": "balance",
 }
 
@@ -54,6 +55,7 @@ __all__ = [
     "register_experts_backend",
     "register_kernel",
     "register_router",
+    "set_token_weight",
     "update_expert_bias",
 ]
 

@@ -5,6 +5,7 @@ T tokens, E experts, K experts per token, S sequences.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,10 +69,13 @@ class _AttachLoss(torch.autograd.Function):
 
 
 def routers(model: nn.Module) -> dict[str, Router]:
-    """All routers of the model, by the name of their MoE layer."""
+    """All routers of the model, by the name of their MoE layer; by their own name if they share it with others."""
     from spurline.moe.router import Router
 
-    return {name.rpartition(".")[0]: m for name, m in model.named_modules() if isinstance(m, Router)}
+    found = {name: module for name, module in model.named_modules() if isinstance(module, Router)}
+    layer_of = {name: name.rpartition(".")[0] for name in found}
+    per_layer = Counter(layer_of.values())
+    return {layer_of[name] if per_layer[layer_of[name]] == 1 else name: router for name, router in found.items()}
 
 
 @torch.no_grad()
@@ -122,17 +126,11 @@ def _refuse_overwritten_counts(model: nn.Module) -> None:
 
 
 def set_token_weight(model: nn.Module, token_weight: float | Tensor) -> None:
-    """Set the weight of one token in the step's loss, so that balance losses weight tokens the same way."""
+    """Set the weight of one token in the step's loss, so that balance and z losses weight tokens the same way.
+
+    It is the factor of a token's own loss in the loss that `backward` is called on. The default, 1 / the tokens of the
+    call, is that of a mean over one batch. With gradient accumulation or a GradScaler, call this before each step with
+    loss_scale / tokens_of_the_step, where the tokens are those of all micro-batches.
+    """
     for router in routers(model).values():
         router.token_weight.fill_(token_weight)
-
-
-def take_balance_loss(model: nn.Module) -> Tensor | None:
-    """Return the summed balance and z losses of all layers and reset them; None without MoE layers."""
-    layers = routers(model).values()
-    if not layers:
-        return None
-    total = torch.stack([router.balance_loss for router in layers]).sum()
-    for router in layers:
-        router.balance_loss.zero_()
-    return total

@@ -71,9 +71,11 @@ class MoE(nn.Module):
         >>> y = moe(x)
 
     A 3-D input is read as (B, L, D), and the sequence-level balance loss is taken over each of the B sequences. Balance
-    losses contribute to the gradients automatically; `spurline.moe.update_expert_bias(model)` after each optimizer step
-    updates the selection bias and returns the rows per expert. Under `torch.autocast`, the experts and the output have
-    its dtype, as with nn.Linear; the router computes in float32.
+    losses contribute to the gradients automatically, beside a loss that is a mean over the tokens of one call. With
+    gradient accumulation or a GradScaler, call `spurline.moe.set_token_weight(model, loss_scale / tokens_of_the_step)`
+    before each step. `spurline.moe.update_expert_bias(model)` after each optimizer step updates the selection bias and
+    returns the rows per expert. Under `torch.autocast`, the experts and the output have its dtype, as with nn.Linear;
+    the router computes in float32.
     """
 
     def __init__(

@@ -50,7 +50,7 @@ class Router(nn.Module):
         self.register_buffer("expert_bias_E", torch.empty(config.num_experts, dtype=torch.float32))
         for name, shape, dtype in (
             ("row_count_E", config.num_experts, torch.int64),  # rows since the last balance update
-            ("balance_loss", (), torch.float32),  # balance and z losses since then
+            ("balance_loss", (), torch.float32),  # balance and z losses since `reset_metrics`
             ("token_weight", (), torch.float32),  # of one token in the step's loss; 0: 1 / tokens of the call
         ):
             self.register_buffer(name, torch.empty(shape, dtype=dtype), persistent=False)

@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from spurline import MoE, MoEConfig, parallelize_moe
-from spurline.moe import telemetry, update_expert_bias
-from spurline.moe.balance import set_token_weight, take_balance_loss
+from spurline.moe import set_token_weight, telemetry, update_expert_bias
 from spurline.moe.reference import reference_balance_loss, reference_moe
 from spurline.testing import RankPool
 from spurline.testing.equivalence import relative_error
@@ -52,7 +51,7 @@ def run_layer(rank: int, config: MoEConfig, shapes: list[Shape], replicated: boo
         "y": y.detach(),
         "x": x.grad,
         "gradients": {n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in gradients.items()},
-        "balance_loss": take_balance_loss(moe),
+        "balance_loss": moe.router.balance_loss,
         "counts": update_expert_bias(moe, mesh.get_group())[""],
         "paths": telemetry.counters(),
     }

@@ -2,8 +2,7 @@ import pytest
 import torch
 
 from spurline import MoE, MoEConfig
-from spurline.moe import update_expert_bias
-from spurline.moe.balance import set_token_weight, take_balance_loss
+from spurline.moe import Router, set_token_weight, update_expert_bias
 from spurline.moe.reference import reference_balance_loss
 
 
@@ -23,19 +22,23 @@ def test_recorded_loss_equals_the_reference(aux_loss: str, score_func: str) -> N
     moe = make(aux_loss=aux_loss, score_func=score_func, z_loss_weight=0.1)
     x = torch.randn(3, 5, 6)
     moe(x)
-    torch.testing.assert_close(take_balance_loss(moe), reference_balance_loss(x, tensors(moe), moe.config).detach())
-    assert take_balance_loss(moe) == 0
+    expected = reference_balance_loss(x, tensors(moe), moe.config).detach()
+    torch.testing.assert_close(moe.router.balance_loss, expected)
+    moe(x)
+    torch.testing.assert_close(moe.router.balance_loss, 2 * expected)
+    moe.router.reset_metrics()
+    assert moe.router.balance_loss == 0
 
 
 def test_an_even_router_has_loss_one_and_a_collapsed_one_has_loss_e() -> None:
     moe = make(aux_loss="batch", aux_loss_weight=1.0, top_k=1, force_load_balance=True)
     moe.router.gate_ED.data.zero_()
     moe(torch.randn(8, 6))
-    assert take_balance_loss(moe).item() == pytest.approx(1.0)
+    assert moe.router.balance_loss.item() == pytest.approx(1.0)
     moe = make(aux_loss="batch", aux_loss_weight=1.0, top_k=1)
     moe.router.gate_ED.data.zero_()[2] = 50.0
     moe(torch.rand(8, 6) + 1)
-    assert take_balance_loss(moe).item() == pytest.approx(4.0)
+    assert moe.router.balance_loss.item() == pytest.approx(4.0)
 
 
 def test_token_weight_makes_micro_batches_add_up_to_the_whole() -> None:
@@ -54,6 +57,27 @@ def test_token_weight_makes_micro_batches_add_up_to_the_whole() -> None:
     torch.testing.assert_close(gate_gradient(x.split([1, 2, 3])), expected)
 
 
+@pytest.mark.parametrize("aux_loss", ["none", "sequence"])
+def test_token_weight_gives_the_same_gradient_with_accumulation_and_loss_scaling(aux_loss: str) -> None:
+    moe, x = make(aux_loss=aux_loss, z_loss_weight=0.1), torch.randn(4, 5, 6)
+
+    def auxiliary_part(num_micro_batches: int, loss_scale: float) -> torch.Tensor:
+        """What balance and z losses add to the gate's gradient, after the step has divided it by the loss scale."""
+        gradients = []
+        for training in (True, False):  # evaluation has no such losses
+            moe.train(training).zero_grad()
+            for micro in x.chunk(num_micro_batches):
+                (moe(micro).square().mean() / num_micro_batches * loss_scale).backward()
+            gradients.append(moe.router.gate_ED.grad.clone() / loss_scale)
+        return gradients[0] - gradients[1]
+
+    whole = auxiliary_part(1, 1.0)
+    assert whole.norm() > 0.01
+    for num_micro_batches, loss_scale in ((1, 1.0), (4, 1.0), (1, 1024.0), (4, 1024.0)):
+        set_token_weight(moe, loss_scale / 20)
+        torch.testing.assert_close(auxiliary_part(num_micro_batches, loss_scale), whole, rtol=1e-4, atol=1e-6)
+
+
 def test_losses_leave_the_output_alone() -> None:
     x = torch.randn(2, 5, 6)
     assert torch.equal(make(aux_loss="batch", z_loss_weight=1.0)(x), make()(x))
@@ -63,7 +87,7 @@ def test_evaluation_has_no_balance_loss() -> None:
     moe = make(aux_loss="batch").eval()
     (moe(torch.randn(2, 5, 6)) * 0).sum().backward()
     assert (moe.router.gate_ED.grad == 0).all()
-    assert take_balance_loss(moe) == 0
+    assert moe.router.balance_loss == 0
 
 
 def test_bias_moves_towards_the_rare_experts_and_stays_centred() -> None:
@@ -78,6 +102,16 @@ def test_bias_moves_towards_the_rare_experts_and_stays_centred() -> None:
     assert (model[1].router.expert_bias_E == 0).all()
     assert (model[2].router.expert_bias_E == 0).all()
     assert all(m.router.row_count_E.sum() == 0 for m in model)
+
+
+def test_routers_of_one_module_are_counted_and_balanced_apart() -> None:
+    config = make(bias_update_rate=0.01).config
+    model = torch.nn.ModuleDict({"pair": torch.nn.ModuleList([Router(config), Router(config)]), "moe": MoE(config)})
+    for number, router in enumerate([*model["pair"], model["moe"].router]):
+        router.row_count_E[number] = 4
+    counts = {layer: count_E.tolist() for layer, count_E in update_expert_bias(model).items()}
+    assert counts == {"pair.0": [4, 0, 0, 0], "pair.1": [0, 4, 0, 0], "moe": [0, 0, 4, 0]}
+    assert all(router.expert_bias_E.any() for router in model["pair"])
 
 
 def test_bias_balances_a_skewed_router() -> None:

@@ -15,7 +15,8 @@ CONFIG = MoEConfig(dim=16, hidden_dim=16, num_experts=8, top_k=2, num_shared_exp
 
 def test_dir_shows_the_names_to_import() -> None:
     assert {"MoE", "MoEConfig", "Routing", "parallelize_moe", "__version__"} <= set(dir(spurline))
-    assert {"MoE", "Experts", "Kernel", "Rows", "register_experts", "update_expert_bias"} <= set(dir(spurline.moe))
+    names = {"MoE", "Experts", "Kernel", "Rows", "register_experts", "set_token_weight", "update_expert_bias"}
+    assert names <= set(dir(spurline.moe))
 
 
 def test_repr_tells_the_shape() -> None:
