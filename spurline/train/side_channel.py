@@ -141,7 +141,8 @@ def in_one_line(text: str) -> str:
 
 def is_communication_error(error: BaseException) -> bool:
     """Whether a collective has failed, most likely because of another rank."""
-    words = ("gloo", "nccl", "connection closed by peer", "connection reset by peer", "broken pipe")
+    # ccl: NCCL, RCCL, oneCCL and their process groups.
+    words = ("gloo", "ccl", "connection closed by peer", "connection reset by peer", "broken pipe")
     return isinstance(error, RuntimeError) and (
         isinstance(error, dist.DistError) or any(word in str(error).lower() for word in words)
     )

@@ -134,6 +134,8 @@ def test_failed_collective_is_blamed_on_the_rank_that_has_failed_or_is_gone(tmp_
 
 def test_only_errors_of_collectives_are_blamed_on_others():
     assert is_communication_error(RuntimeError("[gloo/transport/tcp/pair.cc:537] Connection reset by peer"))
+    assert is_communication_error(RuntimeError("NCCL error in: ProcessGroupNCCL.cpp:2094, unhandled system error"))
+    assert is_communication_error(RuntimeError("oneCCL: ofi_comp_wait: communication failed"))
     assert not is_communication_error(RuntimeError("shapes differ"))
     assert not is_communication_error(ValueError("gloo"))
 
