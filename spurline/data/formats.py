@@ -8,11 +8,12 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 from spurline.data.parquet_files import import_pyarrow, parquet_rows
 from spurline.untrusted import lines
@@ -20,6 +21,8 @@ from spurline.untrusted import lines
 PIECE_BYTES = 2**18
 MAX_DOCUMENT_BYTES = 2**26
 """Maximum size of one line, after decompression."""
+MAX_EXPANDED_BYTES, MAX_EXPANSION = 2**28, 200
+"""A compressed file that expands to more than MAX_EXPANDED_BYTES must not exceed MAX_EXPANSION times its size."""
 _TEXT_SUFFIXES = (".jsonl", ".ndjson")
 
 Advance = Callable[[int], None]
@@ -191,7 +194,27 @@ def _opened(path: str, advance: Advance) -> Iterator[BinaryIO]:
 
 def _decompressed(file: BinaryIO, path: str) -> BinaryIO:
     if path.endswith(".gz"):
-        return cast(BinaryIO, gzip.GzipFile(fileobj=file))
+        return io.BufferedReader(_Expanded(gzip.GzipFile(fileobj=file), path))
     if path.endswith(".zst"):
-        return io.BufferedReader(import_pyarrow(".zst files").CompressedInputStream(file, "zstd"))
+        stream = import_pyarrow(".zst files").CompressedInputStream(file, "zstd")
+        return io.BufferedReader(_Expanded(stream, path))
     return file
+
+
+class _Expanded(io.RawIOBase):
+    """Reads a stream that is decompressed; an OSError when it expands to far more than the size of its file."""
+
+    def __init__(self, stream: Any, path: str) -> None:
+        self._stream = stream
+        self._limit = max(MAX_EXPANDED_BYTES, MAX_EXPANSION * os.path.getsize(path))
+        self._num_bytes = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        num_bytes: int = self._stream.readinto(buffer)
+        self._num_bytes += num_bytes
+        if self._num_bytes > self._limit:
+            raise OSError(f"it expands to more than {self._limit:,} bytes: decompress it if that is intended")
+        return num_bytes

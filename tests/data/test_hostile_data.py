@@ -84,6 +84,28 @@ def test_a_line_without_end_is_refused_while_it_is_decompressed(tmp_path):
     assert "line 1 is longer than 67,108,864 bytes" in peak_of(path)["error"]
 
 
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_a_compressed_file_of_many_lines_has_a_limit_in_total(tmp_path, monkeypatch, suffix):
+    """What stays small is read, and so is what expands by a usual factor."""
+    from spurline.data import formats
+
+    pyarrow = pytest.importorskip("pyarrow")
+    monkeypatch.setattr(formats, "MAX_EXPANDED_BYTES", 10**6)
+    texts = {"bomb": b"a b\n" * 300_000, "small": b"a b\n" * 200_000, "usual": np.random.bytes(10**6).hex().encode()}
+    for name, text in texts.items():
+        path = tmp_path / f"{name}.txt{suffix}"
+        path.write_bytes(pyarrow.compress(text, "gzip" if suffix == ".gz" else "zstd", asbytes=True))
+        assert (len(text) > 200 * path.stat().st_size) == (name != "usual")
+        read = (len(document.text) for document in formats.read_file(str(path), path.name, "text", lambda amount: None))
+        if name == "bomb":
+            with pytest.raises(
+                ValueError, match=r"can't read '.*': it expands to more than 1,000,000 bytes: decompress"
+            ):
+                sum(read)
+        else:
+            assert sum(read) == len(text)
+
+
 def write_bomb(path, column):
     """Without Arrow's schema, which would say that values are dictionaries."""
     from pyarrow import parquet, table
