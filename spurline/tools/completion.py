@@ -1,17 +1,18 @@
-"""`spurline completion`: scripts that let a shell complete commands, options and presets. Torch-free.
+"""`spurline completion`: scripts that let a shell complete commands, options and their values. Torch-free.
 
 The scripts call `spurline completion words -- ...` for the candidates, so they never go out of date.
 """
 
 from __future__ import annotations
 
-import re
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from spurline.config import RunConfig
-from spurline.models import family_configs, family_names
+from spurline.config.presets import PRESETS
+from spurline.config_io import preset_names
+from spurline.models import family_names
 from spurline.tools.commands import COMMANDS
 from spurline.tools.console import complain
 from spurline.tools.options import UnknownModel
@@ -21,7 +22,7 @@ PROG = "spurline completion"
 HELP = """\
 usage: spurline completion bash|zsh|fish
 
-Print a script that lets the shell complete commands, options, presets and files.
+Print a script that lets the shell complete commands, options and their values.
 
   bash   eval "$(spurline completion bash)"           in ~/.bashrc
   zsh    eval "$(spurline completion zsh)"            in ~/.zshrc, after compinit
@@ -48,8 +49,7 @@ function __spurline_words
 end
 complete -c spurline -a '(__spurline_words)'""",
 }
-TRAINS = ("train", "lr-find", "plan", "audit", "launch")
-"""Commands that take the options of a run."""
+_UNKNOWN: dict[str, Any] = {"run_config": RunConfig(model=UnknownModel()), "model": UnknownModel()}
 
 
 def main(argv: list[str]) -> int:
@@ -68,14 +68,15 @@ def main(argv: list[str]) -> int:
 def candidates(words: list[str]) -> list[str]:
     """Completions for the last word of a command line, which may be empty; none where a file is expected."""
     *before, current = words or [""]
+    if before[:1] == ["help"]:
+        before = before[1:]
     if not before:
         return _beginning(current, [*COMMANDS, "help"])
     command, previous = before[0], before[-1]
     if command not in COMMANDS:
         return []
-    if previous in ("--config", "--module"):
-        known = [name for family in family_names() for name in family_configs(family)]
-        return _beginning(current, known if previous == "--config" else family_names())
+    if previous.startswith("--") and (choices := _values(command, previous[2:].replace("-", "_"))):
+        return _beginning(current, choices)
     if current.startswith("-"):
         return _beginning(current, [f"--{name}" for name in _options(command)] + ["--help"])
     return _beginning(current, _subcommands(command)) if len(before) == 1 else []
@@ -86,27 +87,34 @@ def _beginning(current: str, known: list[str]) -> list[str]:
 
 
 def _subcommands(command: str) -> list[str]:
-    module = _module(command)
-    found = getattr(module, "COMMANDS", None)
-    if command == "completion":
-        return list(SCRIPTS)
-    return list(found) if isinstance(found, dict) else ["compare"] if command == "runs" else []
+    found = getattr(_module(command), "COMMANDS", None)
+    named = {"completion": list(SCRIPTS), "configs": preset_names(), "runs": ["compare"]}
+    return named.get(command) or (list(found) if isinstance(found, dict) else [])
 
 
-def _options(command: str) -> list[str]:
-    """The options of a command, from the dataclasses that parse it."""
-    module = _module(command)
+def _values(command: str, option: str) -> list[str]:
+    """What an option can be, if that is one of a few names."""
+    named = {"config": preset_names, "module": family_names, "preset": lambda: list(PRESETS)}
+    return named[option]() if option in named else _choices(_options(command).get(option))
+
+
+def _choices(hint: Any) -> list[str]:
+    if get_origin(hint) is Literal:
+        return [str(choice) for choice in get_args(hint)]
+    return [choice for part in get_args(hint) for choice in _choices(part)]
+
+
+def _options(command: str) -> dict[str, Any]:
+    """The options of a command and their types, from the dataclasses that parse it."""
+    module = import_module("spurline.tools.options") if command == "train" else _module(command)
     kinds = [kind for kind in vars(module).values() if is_dataclass(kind) and isinstance(kind, type)]
     own = [kind for kind in kinds if kind.__module__ == module.__name__ or kind.__name__ in ("Command", "Options")]
-    names = [_option_name(field) for kind in own for field in fields(kind) if field.name != "run_config"]
-    if command in TRAINS:
-        names += ["module", "config", "config_file", "preset", "import", "dry_run"]
-        names += option_types(RunConfig(model=UnknownModel()))
-    return [name for name in names if re.fullmatch(r"[a-z][a-z0-9_.]*", name)]
-
-
-def _option_name(field: Any) -> str:
-    return str(field.name).rstrip("_")
+    found: dict[str, Any] = {}
+    for kind in own:
+        required = {field.name for field in fields(kind) if field.default is field.default_factory is MISSING}
+        if required <= _UNKNOWN.keys():  # others are not parsed from a command line
+            found |= option_types(kind(**{name: _UNKNOWN[name] for name in required}))
+    return found
 
 
 def _module(command: str) -> Any:

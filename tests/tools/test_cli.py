@@ -13,11 +13,13 @@ import contextlib, io, sys
 from spurline.cli import main
 
 preset = "--module deepseek_v3 --config deepseek_v3_debugmodel"
+words = "completion words --"
 heavy = lambda: {"torch", "numpy"} & sys.modules.keys()
 with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
     main(["--help"])
     assert "tyro" not in sys.modules and "rich" not in sys.modules
-    for command in ("configs", "train --help", f"train {preset} --help", "train", "plan --help", "audit"):
+    usual = ["configs", "train --help", f"train {preset} --help", "train", "plan --help", "audit"]
+    for command in [*usual, f"{words} train --training.dtype b", f"{words} convert fr"]:
         with contextlib.suppress(SystemExit):
             main(command.split())
         assert not heavy(), (command, heavy())
