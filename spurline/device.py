@@ -13,10 +13,14 @@ import torch.distributed as dist
 
 from spurline.hardware import find_hardware
 
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+"""Environment variables that limit which devices a process sees."""
+
 
 def pick_device(wanted: str = "auto", option: str = "training.device") -> torch.device:
     """The device of this process: accelerator number LOCAL_RANK, or the CPU; a ValueError if it is absent.
 
+    If this process is limited to one accelerator (Slurm's --gpus-per-task=1), it is that one.
     auto is the accelerator that this PyTorch is built for, if this machine has one and every rank can have its own.
     Errors name `option`.
     """
@@ -30,6 +34,8 @@ def pick_device(wanted: str = "auto", option: str = "training.device") -> torch.
     if _lacks_ranks(accelerator):
         raise ValueError(f"{option} {wanted} is one device: train on one rank, or use --{option} cpu")
     index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.accelerator.device_count()
+    if count == 1 and any(os.environ.get(name) for name in _VISIBLE):  # the launcher gave this process one of its own
+        index = 0
     if index >= count:
         raise ValueError(
             f"{option} {wanted}: this is process {index + 1} on this machine, which has {count} of them."
@@ -192,7 +198,7 @@ def process_peak_memory_bytes() -> int | None:
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """Peak dense matmul FLOP/s of one device; None unless hardware.py lists the device and dtype is bfloat16."""
-    if device.type != "cuda" or dtype != torch.bfloat16:
+    if device.type not in ("cuda", "xpu") or dtype != torch.bfloat16:
         return None
-    known = find_hardware(torch.cuda.get_device_name(device))
+    known = find_hardware(torch.get_device_module(device).get_device_name(device))
     return known.bf16_flops if known else None

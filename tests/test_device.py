@@ -39,6 +39,20 @@ def test_auto_is_the_accelerator_of_this_machine_else_the_cpu(accelerator, monke
         assert device.pick_device("cpu") == torch.device("cpu")
 
 
+@pytest.mark.parametrize("variable", ["CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"])
+def test_process_that_sees_one_device_of_its_own_takes_it(accelerator, monkeypatch, variable: str) -> None:
+    """As with Slurm's --gpus-per-task=1, or with an affinity mask for each rank."""
+    accelerator("xpu", 1)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setenv(variable, "3")
+    assert device.pick_device() == torch.device("xpu", 0)
+    accelerator("xpu", 4)
+    assert device.pick_device() == torch.device("xpu", 3)
+    accelerator("xpu", 3)
+    with pytest.raises(ValueError, match="this is process 4 on this machine, which has 3 of them"):
+        device.pick_device()
+
+
 def test_device_without_collectives_is_for_one_rank(accelerator, monkeypatch) -> None:
     accelerator("mps", 1)
     assert device.pick_device() == device.pick_device("mps") == torch.device("mps", 0)
@@ -107,6 +121,21 @@ def test_barrier_names_the_device_of_a_group_that_is_bound_to_none(monkeypatch: 
     device.wait_for_all_ranks(torch.device("xpu", 3))
     device.wait_for_all_ranks(torch.device("cpu"))
     assert given == [[3], None]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "expected"),
+    [
+        (GPU, "NVIDIA H100 80GB HBM3", 989e12),
+        ("xpu", "Intel(R) Data Center GPU Max 1550", 416e12),  # one of its two stacks, which is a device
+        ("xpu", "Intel(R) Arc(TM) A770 Graphics", None),
+    ],
+)
+def test_peak_is_known_of_listed_accelerators(monkeypatch, kind: str, name: str, expected: float | None) -> None:
+    monkeypatch.setattr(torch.get_device_module(kind), "get_device_name", lambda device: name)
+    peak = device.peak_flops(torch.device(kind, 0), torch.bfloat16)
+    assert peak == (expected and pytest.approx(expected, rel=1e-3))
+    assert device.peak_flops(torch.device(kind, 0), torch.float32) is None
 
 
 @pytest.mark.parametrize(
