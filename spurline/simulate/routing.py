@@ -13,14 +13,18 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class RoutingModel:
-    """The share of rows of each expert: `shares[layer]`, or the same for every layer under ""."""
+    """The share of rows of each expert: `shares[layer]`, or the same for every layer under ""; balanced if empty."""
 
     name: str = "balanced"
     shares: dict[str, list[float]] = field(default_factory=dict)
 
     def counts(self, layer: str, num_tokens: int, top_k: int, num_experts: int, num_ranks: int) -> list[int]:
         """Rows per expert from one rank's tokens, hottest rank first; a token visits an expert at most once."""
-        shares = self.shares.get(layer) or self.shares.get("") or [1.0] * num_experts
+        shares = self.shares.get(layer, self.shares.get("")) if self.shares else [1.0] * num_experts
+        if shares is None:
+            known = list(self.shares)
+            those = ", ".join(known) if len(known) < 4 else f"{known[0]} to {known[-1]}"
+            raise ValueError(f"routing {self.name}: no {layer} there, only {those}: take a run of this model")
         if len(shares) != num_experts:
             raise ValueError(f"routing {self.name}: {layer} has {len(shares)} experts there and {num_experts} here")
         counts = counts_of_shares(hottest_first(shares, num_ranks), num_tokens, top_k)

@@ -97,3 +97,8 @@ def test_what_is_no_metrics_file_is_refused(tmp_path: Path) -> None:
 def test_routing_of_another_model_is_refused() -> None:
     with pytest.raises(ValueError, match="8 experts there and 16 here"):
         RoutingModel("measured", {"": [1.0] * 8}).counts("layers.1.moe", 4, 2, 16, 1)
+    measured_there = RoutingModel("measured in run", {f"layers.{layer}.moe": [1.0, 3.0] for layer in (3, 4, 5, 6)})
+    line = r"^routing measured in run: no layers\.1\.moe there, only layers\.3\.moe to layers\.6\.moe: take a run"
+    with pytest.raises(ValueError, match=line):
+        measured_there.counts("layers.1.moe", 4, 1, 2, 1)
+    assert measured_there.counts("layers.3.moe", 4, 1, 2, 1) == [1, 3]
