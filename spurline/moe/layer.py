@@ -3,6 +3,7 @@
 T tokens, D width, F hidden width of the shared experts.
 """
 
+import math
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -130,7 +131,7 @@ class MoE(nn.Module):
         if self.sequence is None:
             has_share = length is not None and self.sequence_ranks is not None
             return self._forward(x, self._tokens_per_rank(x, length, shard) if has_share else None)  # type: ignore[arg-type]
-        x_BLD = x.view(x.shape[:-2].numel(), *x.shape[-2:])
+        x_BLD = x.view(math.prod(x.shape[:-2]), *x.shape[-2:])
         y_BlD = self._forward(self.sequence.split(x_BLD), self.sequence.tokens_per_rank(x_BLD))
         return self.sequence.join(y_BlD, x_BLD.shape[1]).view(x.shape)
 
@@ -140,7 +141,7 @@ class MoE(nn.Module):
             router, shared_experts = self._replicated(self.replica_group)
         if not x.is_meta and torch.is_autocast_enabled(x.device.type):
             return self._forward_under_autocast(x_TD, x.shape, num_tokens_P, router, shared_experts)
-        routing = router(x_TD, x.shape[:-2].numel())
+        routing = router(x_TD, math.prod(x.shape[:-2]))
         plan = self.dispatcher.plan(routing, num_tokens_P)
         rows = plan.dispatch(x_TD)
         if shared_experts is not None:  # computed while rows are in flight
@@ -154,7 +155,7 @@ class MoE(nn.Module):
         device = x_TD.device.type
         low_TD = x_TD if x_TD.dtype == torch.float64 else x_TD.to(torch.get_autocast_dtype(device))
         with torch.autocast(device, enabled=False):
-            routing = router(x_TD, shape[:-2].numel())
+            routing = router(x_TD, math.prod(shape[:-2]))
             plan = self.dispatcher.plan(routing, num_tokens_P)
             rows = plan.dispatch(low_TD)
         if shared_experts is not None:
@@ -179,7 +180,7 @@ class MoE(nn.Module):
         if shard is not None and context_rank_P is not None:
             length_P = [shard.of_rank(rank).num_real for rank in context_rank_P]
         shares = zip(length_P, rank_P, strict=True)
-        return [x.shape[:-2].numel() * SequenceShard(length, size, rank).num_real for length, rank in shares]
+        return [math.prod(x.shape[:-2]) * SequenceShard(length, size, rank).num_real for length, rank in shares]
 
     def _error(self, x: Tensor) -> Exception:
         if not isinstance(x, Tensor):

@@ -81,3 +81,12 @@ def calls_of_a_forward(moe: MoE, x: torch.Tensor) -> list[tuple[str, str]]:
     finally:
         sys.setprofile(None)
     return calls
+
+
+@pytest.mark.parametrize("num_dims", [3, 4])
+def test_an_exported_layer_takes_any_batch_and_length(num_dims: int) -> None:
+    moe = MoE(CONFIG, init_std=0.5).eval()
+    dynamic = {dim: torch.export.Dim(f"size_{dim}", min=2, max=64) for dim in range(num_dims - 1)}
+    exported = torch.export.export(moe, (torch.randn(*(4, 6, 8)[: num_dims - 1], 16),), dynamic_shapes={"x": dynamic})
+    x = torch.randn(*(5, 7, 3)[: num_dims - 1], 16)
+    torch.testing.assert_close(exported.module()(x), moe(x))
