@@ -90,3 +90,23 @@ def test_the_op_is_traced_with_shapes_alone() -> None:
 def test_a_stand_in_without_triton_devices_does_not_choose_it() -> None:
     with cpu_stands_in_for("xpu"):
         assert not experts.TritonKernel().suits(work(device="xpu")).score
+
+
+@pytest.mark.parametrize(("allowed", "tf32"), [("highest", []), ("high", ["sm_90", "gfx942"])])
+def test_tf32_is_used_where_it_is_allowed_and_triton_has_it(allowed: str, tf32: list[str], monkeypatch) -> None:
+    from triton.backends.amd.compiler import HIPBackend
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    from spurline.moe.kernels.triton import launch
+
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: allowed)
+    monkeypatch.setattr(launch.triton.knobs.runtime, "interpret", False)
+    backends = {name: HIPBackend(GPUTarget("hip", name, 64)) for name in ("gfx90a", "gfx942", "gfx950", "gfx1100")}
+    backends["sm_90"] = CUDABackend(GPUTarget("cuda", 90, 32))
+    for name, backend in backends.items():
+        monkeypatch.setattr(launch, "architecture", lambda device, name=name: name)
+        launcher = launch._Launcher(torch.ones(4, 16), torch.ones(2, 16, 16), None, None, torch.tensor([2, 2]))
+        precision = launcher.options(launcher.tile("rows"))["PRECISION"]
+        assert precision == ("tf32" if name in tf32 else "ieee"), name
+        assert precision in backend.parse_options({}).allowed_dot_input_precisions, name

@@ -33,7 +33,8 @@ class _Launcher:
         self.is_interpreted = triton.knobs.runtime.interpret
         self.architecture = "interpreter" if self.is_interpreted else architecture(x_TD.device)
         self.itemsize = x_TD.element_size()
-        self.is_ieee = torch.get_float32_matmul_precision() == "highest"
+        has_tf32 = not self.architecture.startswith("gfx") or self.architecture == "gfx942"
+        self.uses_tf32 = has_tf32 and torch.get_float32_matmul_precision() != "highest"
 
     def tile(self, kernel: str) -> Tile:
         rows_per_expert, aligned = self.num_rows // max(self.num_experts, 1), not (self.width % 16 or self.hidden % 16)
@@ -48,7 +49,7 @@ class _Launcher:
             "COLUMNS": tile.columns,
             "DEPTH": tile.depth,
             "UPCAST": self.is_interpreted,
-            "PRECISION": "ieee" if self.is_ieee else "tf32",
+            "PRECISION": "tf32" if self.uses_tf32 else "ieee",
             "num_warps": tile.warps,
             "num_stages": tile.stages,
         }
