@@ -10,18 +10,19 @@ from torch import nn
 from spurline.config import Precision
 from spurline.device import lacks_8_bit_products
 from spurline.ops.low_precision import LowPrecision
-from spurline.ops.torchao_products import MULTIPLES, has_torchao
+from spurline.ops.torchao_products import EXPERT_MULTIPLES, LINEAR_MULTIPLES, has_torchao, missing_packages
 
 
-def convert_layers(model: nn.Module, section: Precision, device: torch.device) -> None:
+def convert_layers(model: nn.Module, section: Precision, device: torch.device, dtype: torch.dtype) -> None:
     """Convert the matching layers, in place; a ValueError if a pattern matches none, or the device can't.
 
-    Layers that can be converted have an attribute `precision`: linear layers, experts and shared experts.
+    Layers that can be converted have an attribute `precision`: linear layers, experts and shared experts. `dtype` is
+    that of the activations.
     """
     if section.recipe == "none":
         return
     native = device.type not in ("cpu", "meta") and not section.emulate
-    if native and (problem := _missing(section, device)):
+    if native and (problem := _missing(section, device, dtype)):
         raise ValueError(f"precision.recipe {section.recipe} {problem}")
     layers = {name: module for name, module in model.named_modules() if hasattr(module, "precision")}
     for pattern in section.layers:
@@ -33,7 +34,7 @@ def convert_layers(model: nn.Module, section: Precision, device: torch.device) -
             )
         for name in named:
             if native:
-                _check_widths(name, layers[name], section.recipe)
+                _check_weights(name, layers[name], section.recipe)
             layers[name].precision = LowPrecision(section.recipe, section.grad_dtype, native)
 
 
@@ -47,21 +48,31 @@ def converted_layers(model: nn.Module) -> dict[str, int]:
     return found
 
 
-def _missing(section: Precision, device: torch.device) -> str:
+def _missing(section: Precision, device: torch.device, dtype: torch.dtype) -> str:
     """What this recipe lacks on this device, if anything."""
     if problem := lacks_8_bit_products(device, section.recipe):
         return f"{problem}. --precision.emulate rounds operands and multiplies in training.dtype"
+    if dtype != torch.bfloat16:
+        return "needs --training.dtype bfloat16 on an accelerator, or --precision.emulate"
     if section.grad_dtype != "e4m3":
         return f"has gradients of e4m3 on an accelerator, not {section.grad_dtype}: set --precision.grad_dtype e4m3"
     return "" if has_torchao() else "needs torchao on an accelerator: pip install 'spurline[lowprecision]'"
 
 
-def _check_widths(name: str, module: nn.Module, recipe: str) -> None:
-    for parameter, weight in module.named_parameters(recurse=False):
-        if weight.dim() > 1 and "gate" not in parameter and any(size % MULTIPLES[recipe] for size in weight.shape[-2:]):
+def _check_weights(name: str, module: nn.Module, recipe: str) -> None:
+    for parameter in module.adaptable_weights():  # type: ignore[operator]
+        shape = tuple(module.get_parameter(parameter).shape)
+        is_grouped = len(shape) == 3
+        multiple = (EXPERT_MULTIPLES if is_grouped else LINEAR_MULTIPLES)[recipe]
+        if any(size % multiple for size in shape[-2:]):
             raise ValueError(
-                f"precision.layers: {name}.{parameter} has shape {tuple(weight.shape)}, and {recipe} needs widths that"
-                f" are multiples of {MULTIPLES[recipe]} on an accelerator: leave it out by other patterns"
+                f"precision.layers: {name}.{parameter} has shape {shape}, and {recipe} needs widths that are multiples"
+                f" of {multiple} on an accelerator: leave it out by other patterns"
+            )
+        if is_grouped and recipe == "mxfp8" and (missing := missing_packages()):
+            raise ValueError(
+                f"precision.recipe mxfp8 needs more packages for {name} on an accelerator: pip install"
+                f" {' '.join(missing)}"
             )
 
 

@@ -54,7 +54,7 @@ def build_model(config: RunConfig[Any], world: World, draw_weights: bool = True)
     if config.lora.rank:
         attach_adapters(model, config.lora.rank, config.lora.alpha, config.lora.targets)
     freeze(model, config.training.freeze)
-    convert_layers(model, config.precision, world.device)
+    convert_layers(model, config.precision, world.device, getattr(torch, config.training.dtype))
     check_backends(model, world.device, getattr(torch, config.training.dtype))
     per_param_mesh = False if config.debug.separate_expert_units else None
     remat, sharding = config.activation_checkpoint.mode, sharding_of(config)

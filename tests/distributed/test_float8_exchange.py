@@ -26,7 +26,7 @@ TOKENS = 10
 def make_layer(config: MoEConfig, recipe: str) -> MoE:
     torch.manual_seed(0)
     moe = MoE(config, init_std=0.4)
-    convert_layers(moe, Precision(recipe=recipe, layers=("experts",)), torch.device("cpu"))
+    convert_layers(moe, Precision(recipe=recipe, layers=("experts",)), torch.device("cpu"), torch.float32)
     return moe
 
 

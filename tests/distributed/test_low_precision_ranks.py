@@ -35,7 +35,7 @@ def make_layer(config: MoEConfig, recipe: str) -> MoE:
     torch.manual_seed(0)
     moe = MoE(config, init_std=0.4)
     precision = Precision(recipe=recipe, grad_dtype="e5m2", layers=("experts",))
-    convert_layers(moe, precision, torch.device("cpu"))
+    convert_layers(moe, precision, torch.device("cpu"), torch.float32)
     return moe
 
 

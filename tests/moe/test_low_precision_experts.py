@@ -1,11 +1,16 @@
 """Experts with 8-bit matmuls: each expert equals a linear layer, on any kernel, compiled or not."""
 
+import inspect
+from importlib.util import find_spec
+
 import pytest
 import torch
 
 from spurline import MoE, MoEConfig
 from spurline.moe.kernels.low_precision import low_precision_matmul
+from spurline.ops import torchao_products
 from spurline.ops.low_precision import LowPrecision, linear
+from spurline.ops.torchao_products import EXPERT_MULTIPLES
 from spurline.testing.equivalence import errors_between, layer_results, reference_results, relative_error
 
 RECIPES = ("float8", "mxfp8")
@@ -31,6 +36,61 @@ def test_a_grouped_product_is_a_product_for_each_expert(kernel: str, recipe: str
     expected = torch.cat([linear(part, w[e], precision) for e, part in enumerate(rows.split(counts)) if part.numel()])
     for one, other in zip(found, [expected, *torch.autograd.grad(expected, leaves, grad)], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("counts", [[3, 0, 140, 33], [0, 0, 0], [128, 256]], ids=str)
+def test_groups_of_a_native_matmul_are_multiples_and_not_empty(counts: list[int], recipe: str, monkeypatch) -> None:
+    """The native function is replaced by the emulation, with what torchao asserts; rows past the last end are lost."""
+
+    def theirs(rows: torch.Tensor, w_eIO: torch.Tensor, end_e: torch.Tensor, recipe: str) -> torch.Tensor:
+        sizes, multiple = torch.diff(end_e, prepend=end_e.new_zeros(1)), EXPERT_MULTIPLES[recipe]
+        assert rows.shape[0] % multiple == 0
+        assert not (sizes % multiple).any()
+        assert sizes.min() > 0
+        assert end_e.dtype == torch.int32
+        assert w_eIO.stride(1) == 1
+        used = rows[: end_e[-1]]
+        y = low_precision_matmul(used, w_eIO.transpose(1, 2), sizes.long(), "loop", LowPrecision(recipe))
+        return torch.cat([y, y.new_full((rows.shape[0] - len(y), y.shape[1]), torch.nan)])
+
+    monkeypatch.setattr(torchao_products, "_grouped_matmul", theirs)
+    rows, w, grad = torch.randn(sum(counts), 32), torch.randn(len(counts), 16, 32), torch.randn(sum(counts), 16)
+    leaves, results = [rows.requires_grad_(), w.requires_grad_()], []
+    for native in (True, False):
+        precision = LowPrecision(recipe, native=native)
+        y = low_precision_matmul(*leaves, torch.tensor(counts), "loop", precision)
+        results.append([y, *torch.autograd.grad(y, leaves, grad)])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_torchaos_grouped_matmul_is_called_as_it_is_declared(recipe: str, monkeypatch) -> None:
+    pytest.importorskip("torchao", reason="needs torchao: pip install 'spurline[lowprecision]'")
+    from torchao.float8 import config
+    from torchao.prototype import moe_training
+
+    name = {"float8": "_to_fp8_rowwise_then_scaled_grouped_mm", "mxfp8": "_to_mxfp8_then_scaled_grouped_mm"}[recipe]
+    declared, calls = inspect.signature(getattr(moe_training, name)), []
+    monkeypatch.setattr(
+        moe_training, name, lambda *args, **named: calls.append(declared.bind(*args, **named)) or args[0]
+    )
+    monkeypatch.setattr(config, "e4m3_dtype", torch.float8_e4m3fnuz)  # as on MI300
+    rows, w, counts = torch.randn(4, 16).bfloat16(), torch.randn(1, 16, 16).bfloat16(), torch.tensor([4])
+    torchao_products.native_grouped_matmul(rows, w, counts, LowPrecision(recipe, native=True))
+    (call,) = calls
+    assert call.arguments["out_dtype"] == torch.bfloat16
+    if recipe == "float8":
+        assert call.arguments["float8_dtype"] == torch.float8_e4m3fnuz
+        assert call.arguments["pad_token_groups_for_grouped_mm"] is False
+
+
+def test_missing_packages_are_those_that_torchao_imports() -> None:
+    pytest.importorskip("torchao", reason="needs torchao: pip install 'spurline[lowprecision]'")
+    modules = {"cuda-python": "cuda", "nvidia-cutlass-dsl": "cutlass", "apache-tvm-ffi": "tvm_ffi"}
+    missing = {package for package, module in modules.items() if find_spec(module) is None}
+    assert missing <= set(torchao_products.missing_packages()) <= modules.keys()
 
 
 def test_the_grouped_products_are_those_of_torchaos_own_emulation() -> None:

@@ -6,8 +6,9 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spurline.ops import torchao_products
 from spurline.ops.low_precision import BLOCK, DTYPES, LowPrecision, linear, round_groups, round_operand
-from spurline.ops.torchao_products import padded_places
+from spurline.ops.torchao_products import LINEAR_MULTIPLES, native_linear, padded_places
 from spurline.testing.equivalence import relative_error
 
 RECIPES = ("float8", "mxfp8")
@@ -113,17 +114,40 @@ def test_rows_of_an_expert_are_rounded_apart_from_others(counts: list[int], reci
         assert torch.equal(part, round_operand(expected, recipe, "e4m3", 0))
 
 
-@given(counts=st.lists(st.integers(0, 40), min_size=1, max_size=9), multiple=st.sampled_from([1, 16, 32]))
+@given(counts=st.lists(st.integers(0, 40), min_size=1, max_size=9), multiple=st.sampled_from([1, 16, 128]))
 def test_padded_rows_keep_their_order_and_each_expert_begins_at_a_multiple(counts: list[int], multiple: int) -> None:
     place_R, end_e, size = padded_places(torch.tensor(counts), sum(counts), multiple)
     expected, ends, start = [], [], 0
     for count in counts:
         expected += range(start, start + count)
-        start += -(-count // multiple) * multiple
+        start += max(-(-count // multiple), 1) * multiple  # never an empty sum
         ends.append(start)
     assert place_R.tolist() == expected
     assert end_e.tolist() == ends
     assert ends[-1] <= size
+    assert size % multiple == 0
+
+
+@pytest.mark.parametrize("num_rows", [0, 5, 64, 70])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_rows_of_a_native_matmul_are_padded_to_a_multiple(recipe: str, num_rows: int, monkeypatch) -> None:
+    """The native function is replaced by the emulation, with what torchao asserts of its operands."""
+
+    def theirs(x: torch.Tensor, w: torch.Tensor, recipe: str) -> torch.Tensor:
+        assert x.shape[0] > 0
+        assert x.shape[0] % LINEAR_MULTIPLES[recipe] == 0
+        assert x.is_contiguous()
+        assert w.is_contiguous()
+        return linear(x, w, LowPrecision(recipe))
+
+    monkeypatch.setattr(torchao_products, "_linear", theirs)
+    x, w, grad = torch.randn(32, num_rows).t(), torch.randn(32, 16).t(), torch.randn(num_rows, 16)
+    leaves, results = [x.requires_grad_(), w.requires_grad_()], []
+    for product in (native_linear, linear):
+        y = product(*leaves, LowPrecision(recipe))
+        results.append([y, *torch.autograd.grad(y, leaves, grad)])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

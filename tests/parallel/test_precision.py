@@ -5,10 +5,12 @@ import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 
+from spurline import MoE, MoEConfig
 from spurline.config import Precision
 from spurline.parallel import precision
 from spurline.parallel.precision import convert_layers, converted_layers
@@ -17,11 +19,20 @@ from spurline.testing.tiny import tiny_model
 CPU = torch.device("cpu")
 
 
-def build(section: Precision, device: torch.device = CPU) -> torch.nn.Module:
+def build(section: Precision, device: torch.device = CPU, dtype: torch.dtype = torch.bfloat16, **model: Any) -> Any:
     with torch.device("meta"):
-        model = tiny_model().build()
-    convert_layers(model, section, device)
-    return model
+        built = tiny_model(**model).build()
+    convert_layers(built, section, device, dtype)
+    return built
+
+
+@pytest.fixture
+def accelerator(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """A device that has 8-bit matmuls, with all packages."""
+    monkeypatch.setattr(precision, "lacks_8_bit_products", lambda device, recipe: "")
+    monkeypatch.setattr(precision, "has_torchao", lambda: True)
+    monkeypatch.setattr(precision, "missing_packages", list)
+    return torch.device("xpu")
 
 
 def test_by_default_blocks_are_converted_and_nothing_else() -> None:
@@ -50,31 +61,78 @@ def test_a_pattern_without_a_layer_is_an_error(pattern: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "lacks", "complaint"),
+    ("changes", "complaint"),
     [
-        ({}, "needs compute capability 9.x", "precision.recipe float8 needs compute capability 9.x"),
-        ({"grad_dtype": "e5m2"}, "", "gradients of e4m3 on an accelerator, not e5m2"),
-        ({"layers": ("*.experts",)}, "", "needs widths that are multiples of 16"),
+        ({"grad_dtype": "e5m2"}, "gradients of e4m3 on an accelerator, not e5m2"),
+        ({"layers": ("*.experts",)}, r"w1_EFD has shape \(8, 16, 24\), and float8 needs .* multiples of 16 on"),
+        ({"layers": ("*.attention.wo",)}, r"wo.weight has shape \(24, 16\), and float8 needs .* multiples of 16 on"),
+        ({"recipe": "mxfp8", "layers": ("*.attention.wo",)}, "mxfp8 needs widths that are multiples of 32 on"),
+        ({"recipe": "mxfp8", "layers": ("*.experts",)}, "mxfp8 needs widths that are multiples of 128 on"),
     ],
 )
-def test_what_an_accelerator_lacks_is_told(monkeypatch, changes: dict, lacks: str, complaint: str) -> None:
-    monkeypatch.setattr(precision, "lacks_8_bit_products", lambda device, recipe: lacks)
-    with torch.device("meta"):
-        model = tiny_model(dim=24).build()
+def test_what_an_accelerator_lacks_is_told(accelerator: torch.device, changes: dict, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
-        convert_layers(model, Precision(recipe="float8", **changes), torch.device("xpu"))
+        build(Precision(**({"recipe": "float8"} | changes)), accelerator, dim=24)
 
 
-def test_without_torchao_the_line_says_what_to_install(monkeypatch) -> None:
-    monkeypatch.setattr(precision, "lacks_8_bit_products", lambda device, recipe: "")
+def test_a_device_without_8_bit_matmuls_is_told(accelerator: torch.device, monkeypatch) -> None:
+    monkeypatch.setattr(precision, "lacks_8_bit_products", lambda device, recipe: "needs compute capability 9.x")
+    with pytest.raises(ValueError, match=r"precision\.recipe float8 needs compute capability 9\.x"):
+        build(Precision(recipe="float8"), accelerator)
+
+
+@pytest.mark.parametrize("recipe", ["float8", "mxfp8"])
+def test_an_accelerator_needs_bfloat16_activations(accelerator: torch.device, recipe: str) -> None:
+    line = f"^precision.recipe {recipe} needs --training.dtype bfloat16 on an accelerator, or --precision.emulate$"
+    section = Precision(recipe=recipe, layers=("*.wo",))
+    with pytest.raises(ValueError, match=line):
+        build(section, accelerator, torch.float32, dim=32, v_head_dim=8)
+    build(section, accelerator, dim=32, v_head_dim=8)
+    build(section, CPU, torch.float32)
+
+
+def test_experts_and_linear_layers_have_their_own_multiples(accelerator: torch.device) -> None:
+    moe, wide = {"hidden_dim": 128}, {"dim": 128, "v_head_dim": 8}
+    model = build(Precision(recipe="mxfp8", layers=("*experts", "*.wo")), accelerator, moe=moe, **wide)
+    assert converted_layers(model) == {
+        "layers.*.moe.experts": 2,
+        "layers.*.moe.shared_experts": 2,
+        "layers.*.attention.wo": 3,
+    }
+    with pytest.raises(ValueError, match=r"moe\.experts\.w1_EFD .* multiples of 128"):
+        build(Precision(recipe="mxfp8", layers=("*experts",)), accelerator, moe={"hidden_dim": 96}, **wide)
+
+
+def test_biases_and_adapters_may_have_any_width(accelerator: torch.device) -> None:
+    with torch.device("meta"):
+        experts = MoE(MoEConfig(dim=16, hidden_dim=16, num_experts=6, experts="clamped_swiglu")).experts
+    experts.add_adapter("w1_EFD", rank=3, scale=1.0)
+    model = torch.nn.ModuleDict({"experts": experts})
+    convert_layers(model, Precision(recipe="float8", layers=("experts",)), accelerator, torch.bfloat16)
+    assert experts.precision.native
+
+
+def test_packages_of_mxfp8_experts_are_named_in_a_line(accelerator: torch.device, monkeypatch) -> None:
+    monkeypatch.setattr(precision, "missing_packages", lambda: ["cuda-python", "apache-tvm-ffi"])
+    moe, wide = {"hidden_dim": 128}, {"dim": 128, "v_head_dim": 8}
+    line = (
+        "mxfp8 needs more packages for layers.1.moe.experts on an accelerator: pip install cuda-python apache-tvm-ffi$"
+    )
+    with pytest.raises(ValueError, match=line):
+        build(Precision(recipe="mxfp8", layers=("*.experts",)), accelerator, moe=moe, **wide)
+    build(Precision(recipe="float8", layers=("*.experts",)), accelerator, moe=moe, **wide)
+    build(Precision(recipe="mxfp8", layers=("*.wo",)), accelerator, moe=moe, **wide)
+
+
+def test_without_torchao_the_line_says_what_to_install(accelerator: torch.device, monkeypatch) -> None:
     monkeypatch.setattr(precision, "has_torchao", lambda: False)
     with pytest.raises(ValueError, match="pip install 'spurline\\[lowprecision\\]'"):
-        build(Precision(recipe="float8"), torch.device("xpu"))
+        build(Precision(recipe="float8"), accelerator)
 
 
 def test_emulation_on_an_accelerator_needs_neither(monkeypatch) -> None:
     monkeypatch.setattr(precision, "lacks_8_bit_products", lambda device, recipe: "nothing")
-    model = build(Precision(recipe="mxfp8", emulate=True), torch.device("xpu"))
+    model = build(Precision(recipe="mxfp8", emulate=True), torch.device("xpu"), torch.float32)
     converted = [module.precision for module in model.modules() if getattr(module, "precision", None)]
     assert converted
     assert not any(precision.native for precision in converted)
