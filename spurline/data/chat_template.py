@@ -86,7 +86,10 @@ def _compiled(source: str, where: str) -> Any:
 
 @cache
 def _environment_class() -> Any:
-    """The class of a sandbox in which templates can't modify their inputs or build values larger than MAX_RENDERED."""
+    """The class of a sandbox in which templates can't modify their inputs.
+
+    `*` and `**` can't make values larger than MAX_RENDERED. Other expressions can: memory and time have no limit.
+    """
     try:
         import jinja2
         from jinja2 import nodes
