@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from spurline import MoE, MoEConfig, parallelize_moe
 from spurline.moe import telemetry
@@ -191,3 +192,59 @@ def test_low_latency_kernels_serve_without_gradients(ranks: RankPool) -> None:
     for paths in ranks.run(run_low_latency, 2):
         assert paths["exchange.deep_ep_low_latency"] == 1
         assert "exchange.deep_ep" not in paths
+
+
+class Ops(TorchDispatchMode):
+    """The ops that run, but for those inside of `paused`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.is_paused = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.is_paused:
+            self.names.append(str(func))
+        return func(*args, **kwargs or {})
+
+    def paused(self, function: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self.is_paused = True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.is_paused = False
+
+        return run
+
+
+class DispatchedError(Exception):
+    pass
+
+
+def run_until_dispatched(rank: int) -> list[str]:
+    """The ops between the event that the library waits for and its dispatch, where copies are needed."""
+    with installed():
+        from deep_ep import Buffer
+
+        moe = make_layer(dataclasses.replace(LOCAL, dispatcher="deep_ep"))
+        parallelize_moe(moe, init_device_mesh("cpu", (2,)))
+        x_TD = torch.randn(LOCAL.dim, 5).t()
+        routing = moe.router(x_TD, 1)
+        weight_TK = routing.weight_TK.double().t().contiguous().t()
+        expert_TK = routing.expert_TK.t().contiguous().t()
+        plan = moe.dispatcher.plan(dataclasses.replace(routing, weight_TK=weight_TK, expert_TK=expert_TK))
+        rows, ops = plan.dispatch(x_TD), Ops()
+        layout = ops.paused(Buffer.get_dispatch_layout)
+        dispatched = mock.Mock(side_effect=DispatchedError)
+        with mock.patch.multiple(Buffer, get_dispatch_layout=layout, dispatch=dispatched), ops:
+            try:
+                rows.started()
+            except DispatchedError:
+                ops.is_paused = True
+        forget_buffers()
+        return ops.names
+
+
+def test_nothing_is_copied_after_the_event_that_the_library_waits_for(ranks: RankPool) -> None:
+    assert ranks.run(run_until_dispatched, 2) == [[], []]

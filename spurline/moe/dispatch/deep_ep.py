@@ -107,12 +107,16 @@ class DeepEPPlan:
     def dispatch(self, x_TD: Tensor) -> Rows:
         """Tokens are sent when experts need rows, overlapping work queued so far: the library waits for counts."""
         check_dtype(x_TD, "deep_ep")
+        # The library's stream waits for this event only, so no tensor may be copied behind it.
+        x_TD, weight_TK = x_TD.contiguous(), self.routing.weight_TK.float().contiguous()
+        expert_TK = self.routing.expert_TK.contiguous()
         ready = library().Buffer.capture()
-        return Rows(x_TD, RowCounts(self.routing.count_E), start=partial(self._start, x_TD, ready))
+        start = partial(self._start, x_TD, weight_TK, expert_TK, ready)
+        return Rows(x_TD, RowCounts(self.routing.count_E), start=start)
 
     @counted("exchange.deep_ep")
-    def _start(self, x_TD: Tensor, ready: Any) -> Rows:
-        x_RD, weight_RK = _Dispatch.apply(x_TD, self.routing.weight_TK.float(), ready, self)
+    def _start(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, ready: Any) -> Rows:
+        x_RD, weight_RK = _Dispatch.apply(x_TD, weight_TK, expert_TK, ready, self)
         journey = self.journey
         assert journey is not None
         (R, K), e = journey.expert_RK.shape, len(journey.host_e)
@@ -135,23 +139,25 @@ class DeepEPPlan:
 
 
 class _Dispatch(Function):
-    """Sends tokens and weights to the ranks of their experts; the gradient comes back by combine."""
+    """Sends tokens and weights, complete at `ready`, to the ranks of their experts; gradients come back by combine."""
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, weight_TK: Tensor, ready: Any, plan: DeepEPPlan) -> tuple[Tensor, Tensor]:
-        expert_TK, num_experts = plan.routing.expert_TK.contiguous(), plan.routing.count_E.shape[0]
+    def forward(
+        ctx: Any, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, ready: Any, plan: DeepEPPlan
+    ) -> tuple[Tensor, Tensor]:
+        num_experts = plan.routing.count_E.shape[0]
         buffer = normal_buffer(plan.group, x_TD.shape[1] * x_TD.element_size())
         per_rank, per_rdma_rank, per_expert, is_in_rank, laid_out = buffer.get_dispatch_layout(
             expert_TK, num_experts, previous_event=ready, async_finish=True, allocate_on_comm_stream=True
         )
         x_RD, expert_RK, weight_RK, host_e, handle, arrived = buffer.dispatch(
-            x_TD.contiguous(),
+            x_TD,
             num_tokens_per_rank=per_rank,
             num_tokens_per_rdma_rank=per_rdma_rank,
             is_token_in_rank=is_in_rank,
             num_tokens_per_expert=per_expert,
             topk_idx=expert_TK,
-            topk_weights=weight_TK.contiguous(),
+            topk_weights=weight_TK,
             previous_event=laid_out,
             async_finish=True,
             allocate_on_comm_stream=True,
@@ -162,7 +168,7 @@ class _Dispatch(Function):
 
     @staticmethod
     def backward(ctx: Any, grad_RD: Tensor, grad_RK: Tensor) -> tuple[Tensor | None, ...]:
-        return *_bring_back(ctx.journey, grad_RD, grad_RK.contiguous()), None, None
+        return *_bring_back(ctx.journey, grad_RD, grad_RK.contiguous()), None, None, None
 
 
 class _Combine(Function):
