@@ -93,6 +93,20 @@ def test_a_route_is_made_once_for_a_batch_shape(monkeypatch: pytest.MonkeyPatch)
         dist.destroy_process_group()
 
 
+def gradient_after(rank: int, evaluates: bool) -> torch.Tensor:
+    torch.manual_seed(0)
+    moe, x = parallelize_moe(MoE(CONFIG, init_std=0.5), init_device_mesh("cpu", (2,))), torch.randn(6, 8)
+    if evaluates:
+        with torch.inference_mode():
+            moe.eval()(x)
+    moe.train()(x).square().sum().backward()
+    return moe.router.gate_ED.grad
+
+
+def test_a_route_that_was_made_in_inference_mode_serves_training(ranks: RankPool) -> None:
+    assert torch.equal(*(ranks.run(gradient_after, 2, evaluates)[0] for evaluates in (False, True)))
+
+
 def adaptive(rank: int) -> list[str]:
     config = MoEConfig(dim=8, hidden_dim=8, num_experts=4, top_k=2, equal_split="adaptive")
     moe = parallelize_moe(MoE(config), init_device_mesh("cpu", (2,)))

@@ -208,7 +208,8 @@ class AllToAllDispatcher:
         if key not in self._forced_routes:
             if len(self._forced_routes) >= MOST_FORCED_ROUTES:
                 self._forced_routes.clear()
-            self._forced_routes[key] = self._make_forced_route(routing, num_tokens, num_tokens_P is None)
+            with torch.inference_mode(False):  # training may use it next, which can't save inference tensors
+                self._forced_routes[key] = self._make_forced_route(routing, num_tokens, num_tokens_P is None)
         return self._forced_routes[key]
 
     def _make_forced_route(self, routing: Routing, num_tokens_P: list[int], is_assumed: bool) -> tuple[Tensor, Route]:
