@@ -23,3 +23,10 @@ class Budget:
     """Graph breaks, with compile."""
     recompiles: int | None = 0
     """New graphs compiled for a third sequence length, with compile."""
+
+    def problems(self) -> list[str]:
+        return [
+            f"--budget.{name} must be at least 0, got {limit}"
+            for name, limit in vars(self).items()
+            if limit is not None and not limit >= 0  # NaN, which nothing exceeds, is not
+        ]

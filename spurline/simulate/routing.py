@@ -40,7 +40,7 @@ def balanced() -> RoutingModel:
 
 def zipf(exponent: float, num_experts: int) -> RoutingModel:
     """In a random order, expert i (from 1) gets a share proportional to 1 / i**exponent."""
-    shares = [1 / (i + 1) ** exponent for i in range(num_experts)]
+    shares = [(i + 1) ** -exponent for i in range(num_experts)]  # which underflows to 0, while a power may overflow
     random.Random(0).shuffle(shares)
     return RoutingModel(f"zipf {exponent:g}", {"": shares})
 

@@ -54,7 +54,7 @@ class Command(SimulationCommand[R], Generic[R]):
 
 def main(argv: list[str]) -> int:
     try:
-        command = resolve_command(argv, Command, PROG, EXAMPLES, command_problems)
+        command = resolve_command(argv, Command, PROG, EXAMPLES, lambda c: command_problems(c) + c.budget.problems())
     except ConfigError as error:
         return complain(PROG, error.problems)
     try:

@@ -51,12 +51,12 @@ class Command(SimulationCommand[R], Generic[R]):
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff, described()] = False
     """Print JSON instead of tables."""
     html: Annotated[str, described("FILE")] = ""
-    """Also write an HTML page with the memory over the step."""
+    """Also write an HTML page with the memory over the step; not with --search."""
 
 
 def main(argv: list[str]) -> int:
     try:
-        command = resolve_command(argv, Command, PROG, EXAMPLES, command_problems)
+        command = resolve_command(argv, Command, PROG, EXAMPLES, _problems)
     except ConfigError as error:
         return complain(PROG, error.problems)
     try:
@@ -70,6 +70,22 @@ def main(argv: list[str]) -> int:
     except KeyboardInterrupt:
         print(f"{PROG}: interrupted", file=sys.stderr)
         return 130
+
+
+def _problems(command: Command[Any]) -> list[str]:
+    found = command_problems(command)
+    if command.best < 1:
+        found.append(f"--best must be at least 1, got {command.best}")
+    if not command.html:
+        return found
+    page = Path(command.html).absolute()
+    if command.search:
+        found.append(f"--html {command.html}: is the page of one layout, so it can't be combined with --search")
+    elif page.is_dir():
+        found.append(f"--html {command.html} is a folder: give a file name")
+    elif not page.parent.is_dir():
+        found.append(f"--html {command.html}: there is no folder {page.parent}")
+    return found
 
 
 def _plan(command: Command[Any]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Generic, TypeVar
 
@@ -56,20 +57,22 @@ def hardware_of(command: SimulationCommand[Any]) -> Hardware:
 
 
 def routing_of(command: SimulationCommand[Any]) -> RoutingModel:
-    name, _, exponent = command.routing.partition(":")
-    if name == "balanced":
-        return balanced()
-    if name != "zipf":
+    name, colon, exponent = command.routing.partition(":")
+    if name not in ("balanced", "zipf"):
         from spurline.simulate.measured_routing import measured
 
         return measured(str(find_run(command.routing)))
+    if name == "balanced":
+        if colon:
+            raise ValueError(f"--routing {command.routing}: balanced has no exponent, unlike zipf:0.8")
+        return balanced()
     moe = getattr(command.run_config.model, "moe", None)
     try:
         power = float(exponent or 1.0)
     except ValueError:
         raise ValueError(f"--routing {command.routing}: {exponent!r} is not a number, as in zipf:0.8") from None
-    if power < 0:
-        raise ValueError(f"--routing {command.routing}: the exponent must not be negative")
+    if not 0 <= power < math.inf:
+        raise ValueError(f"--routing {command.routing}: the exponent must be a finite number, at least 0")
     return zipf(power, moe.num_experts if moe is not None else 1)
 
 

@@ -42,6 +42,12 @@ def test_the_first_rank_is_the_hottest() -> None:
     assert by_rank[0] == max(by_rank) > 1.5 * sum(by_rank) / 8
 
 
+def test_the_steepest_distribution_has_counts() -> None:
+    """1 / 64**400 is no float."""
+    counts = zipf(400, 64).counts("layers.1.moe", 100, 2, 64, num_ranks=8)
+    assert sorted(counts)[-2:] == [100, 100]
+
+
 def write_metrics(folder: Path, *records: dict[str, object]) -> Path:
     path = folder / "metrics.jsonl"
     path.write_text("\n".join(json.dumps(record) for record in records))

@@ -70,13 +70,30 @@ def test_a_search_lists_layouts_that_fit(spurline):
         (("--ranks", "6", "--parallelism.expert_parallel_degree", "4"), "expert_parallel_degree 4"),
         (("--routing", "nowhere"), "No such file"),
         (("--routing", "zipf:x"), "'x' is not a number"),
+        (("--routing", "zipf:nan"), "--routing zipf:nan: the exponent must be a finite number, at least 0"),
+        (("--routing", "zipf:inf"), "the exponent must be a finite number, at least 0"),
+        (("--routing", "zipf:-1"), "the exponent must be a finite number, at least 0"),
+        (("--routing", "balanced:2"), "--routing balanced:2: balanced has no exponent"),
+        (("--search", "--best", "0"), "--best must be at least 1, got 0"),
+        (("--html", "nowhere/plan.html"), "--html nowhere/plan.html: there is no folder"),
+        (("--html", "."), "--html . is a folder: give a file name"),
+        (("--html", "plan.html", "--search"), "can't be combined with --search"),
     ],
 )
-def test_bad_input_is_one_line(spurline, options, problem):
+def test_bad_input_is_one_line(spurline, monkeypatch, options, problem):
+    """Before anything is planned: a large model takes a minute."""
+    for what in ("plan.plan_step", "search.search_layouts"):
+        monkeypatch.setattr(f"spurline.simulate.{what}", lambda *args, **options: pytest.fail("planned"))
     code, out, err = spurline("plan", *DEBUG, *options)
     assert (code, out) == (2, "")
     assert len(err.splitlines()) == 1
     assert problem in err
+
+
+def test_a_budget_that_nothing_exceeds_is_refused(spurline):
+    code, out, err = spurline("audit", *DEBUG, "--check", "--budget.gather_dtype_share", "nan")
+    assert (code, out) == (2, "")
+    assert err == "spurline audit: --budget.gather_dtype_share must be at least 0, got nan\n"
 
 
 def test_a_metrics_file_without_routing_is_one_line(spurline, tmp_path):
