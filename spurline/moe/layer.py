@@ -54,7 +54,7 @@ class SharedExperts(Adaptable):
             w1, w3, w2 = map(self.weight_of, self.adaptable_weights())
             hidden_TF = swiglu(product(x_TD, w1, self.precision), product(x_TD, w3, self.precision))
             y_TD = product(hidden_TF, w2, self.precision)
-        else:
+        else:  # the same without a dozen calls on the host
             linear = nn.functional.linear if torch.is_grad_enabled() else skinny_linear
             w1_FD, w3_FD, w2_DF = local(self.w1_FD), local(self.w3_FD), local(self.w2_DF)
             hidden_TF = swiglu(linear(x_TD, w1_FD.to(dtype)), linear(x_TD, w3_FD.to(dtype)))

@@ -74,7 +74,8 @@ def test_the_edges_of_the_layout(count_Pe: list[list[int]], multiple: int) -> No
 def check_layout(count_Pe: list[list[int]], multiple: int) -> None:
     permutation, places = aligned(count_Pe, multiple)
     expected, of_expert = sentinel_layout(count_Pe, multiple)
-    assert permutation.row_of_places().tolist() == expected
+    assert permutation.num_places == len(expected)
+    assert permutation.place_R.tolist() == [expected.index(row) for row in range(sum(map(sum, count_Pe)))]
     assert places.count_e.tolist() == places.host_e == of_expert
 
     # The published behavior: a row of zeros is put behind the rows, the index applied, and the way back writes by it.

@@ -22,6 +22,7 @@ from spurline.moe.dispatch.capacity import (
     restore_capacity_factors,
     take_capacity_metrics,
 )
+from spurline.moe.dispatch.plan import ExpertRanks
 from spurline.moe.reference import reference_choice, reference_moe, reference_scores
 from spurline.moe.router import count_rows
 from spurline.moe.routing import Routing
@@ -205,6 +206,12 @@ def test_dropped_rows_are_counted_once_and_only_in_training() -> None:
     moe(x).sum().backward()
     assert read_metrics(moe)["dropped_rows"] == 2 * once["dropped_rows"]
     assert read_metrics(moe)["dropped_rows"] == 0  # a reading starts anew
+
+
+def test_a_dispatcher_across_ranks_counts_in_the_mode_of_the_layer() -> None:
+    for training in (True, False):
+        dispatcher = make_layer(TIGHT).train(training).dispatcher.across(ExpertRanks(group=None))
+        assert dispatcher.training == training
 
 
 def test_needed_factor_is_that_of_the_busiest_expert_of_the_step() -> None:

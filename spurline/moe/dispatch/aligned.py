@@ -49,11 +49,6 @@ class AlignedPermutation:
         place_R = places_of(counts.count_e, places.count_e, permutation.index_R.shape[0])
         return AlignedPermutation(place_R.index_select(0, permutation.inverse_R), num_places)
 
-    def row_of_places(self) -> Tensor:
-        """(A,): the row in each place; R, the sentinel, in empty places."""
-        R = self.place_R.shape[0]
-        return fill_places(self.place_R, torch.arange(R, device=self.place_R.device), self.num_places, R)
-
     @counted(lambda permutation, rows_RD: permutation.paths(rows_RD))
     def forward(self, rows_RD: Tensor) -> Tensor:
         """(R, D) -> (A, D), zeros in empty places."""

@@ -84,7 +84,7 @@ class CapacityDispatcher(nn.Module):
             buffer.zero_()
 
     def across(self, ranks: ExpertRanks) -> CapacityDispatcher:
-        return CapacityDispatcher(self.config, ranks).to(self.dropped_rows.device)
+        return CapacityDispatcher(self.config, ranks).to(self.dropped_rows.device).train(self.training)
 
     def plan(self, routing: Routing, num_tokens_P: list[int] | None = None) -> SentinelPlan:
         """num_tokens_P: the number of tokens of each rank, if they may differ: the largest sets the capacity."""
