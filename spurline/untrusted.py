@@ -116,6 +116,12 @@ def is_plain_name(name: object) -> bool:
     return isinstance(name, str) and name not in ("", ".", "..") and name.isprintable() and not set(name) & {"/", "\\"}
 
 
+def printable(text: str, max_chars: int) -> str:
+    """The text in one line of a terminal: without control characters and surrogates, and cut off if it is longer."""
+    shown = "".join(letter if letter.isprintable() else "·" for letter in text[:max_chars])
+    return shown if len(text) <= max_chars else f"{shown[:-3]}..."
+
+
 def reason(error: OSError) -> str:
     """Why a file could not be read, in a few words."""
     return error.strerror or str(error)

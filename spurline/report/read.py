@@ -37,7 +37,7 @@ class Run:
         """The number of steps in the config; None if unknown."""
         training = self.config.get("training")
         steps = training.get("steps") if isinstance(training, dict) else None
-        return steps if type(steps) is int and 0 <= steps < 2**53 else None
+        return steps if is_step(steps) else None
 
     @property
     def state(self) -> str:
@@ -73,7 +73,7 @@ def read_run(folder: Path, name: str) -> Run:
     by_step = {}
     has_load_file = False
     for where, record in _objects(metrics):
-        if type(record.get("step")) is not int or not 0 <= record["step"] < 2**53:
+        if not is_step(record.get("step")):
             raise ValueError(f"{where}: a line of metrics needs its step")
         has_load_file = has_load_file or record.get("expert_load") == EXPERT_LOAD_FILE
         by_step[record["step"]] = cleaned(record)
@@ -110,7 +110,7 @@ def cleaned(record: Record) -> Record:
             found[name] = [str(line) for line in value] if isinstance(value, list) else []
         elif name in ("routing", "step_time_parts"):
             found[name] = _numbers(value, depth=2) if isinstance(value, dict) else {}
-        elif value is None or _is_number(value):
+        elif value is None or is_number(value):
             found[name] = value
         elif isinstance(value, dict):
             found[name] = _numbers(value, depth=2)
@@ -120,10 +120,14 @@ def cleaned(record: Record) -> Record:
 def _numbers(values: Record, depth: int) -> Record:
     """The numbers in a dict and in its nested dicts."""
     inner = {name: _numbers(value, depth - 1) for name, value in values.items() if depth and isinstance(value, dict)}
-    return {name: value for name, value in values.items() if _is_number(value)} | inner
+    return {name: value for name, value in values.items() if is_number(value)} | inner
 
 
-def _is_number(value: Any) -> bool:
+def is_step(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**53
+
+
+def is_number(value: Any) -> bool:
     """Whether `value` is a number small enough that sums can't overflow."""
     return type(value) in (int, float) and abs(value) < 1e100
 

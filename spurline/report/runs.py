@@ -9,13 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from spurline.report.read import is_number, is_step
 from spurline.run_folders import is_run, numbered_runs
 from spurline.train.folder_lock import is_owned
 from spurline.train.run_state import STATE_FILE
-from spurline.untrusted import lines, open_regular, parse_json, read_json
+from spurline.untrusted import lines, open_regular, parse_json, printable, read_json
 
 MAX_DEPTH = 4
 """How many levels below a folder to search for runs: outputs/<config>/<number>, and one more."""
+MAX_WHY = 300
+"""The most characters of the reason why a run has failed."""
 Record = dict[str, Any]
 
 
@@ -61,14 +64,15 @@ def status_of(run: Path) -> RunStatus:
     records = read_records(run)
     config = read_object(run / "config.json")
     section = config.get("training")
-    steps = section.get("steps") if isinstance(section, dict) else None
+    configured = section.get("steps") if isinstance(section, dict) else None
+    steps = configured if is_step(configured) else None
     step = max(records, default=0)
-    state, why = _state(run, step, steps if isinstance(steps, int) else None, bool(records))
+    state, why = _state(run, step, steps, bool(records))
     return RunStatus(
         folder=str(run),
         state=state,
         step=step,
-        steps=steps if isinstance(steps, int) else None,
+        steps=steps,
         loss=_last(records, "loss"),
         validation_loss=_last(records, "validation_loss"),
         bits_per_byte=_last(records, "bits_per_byte"),
@@ -82,7 +86,7 @@ def _state(run: Path, step: int, steps: int | None, has_metrics: bool) -> tuple[
         return "running", ""
     stored = read_object(run / STATE_FILE)
     if stored.get("state") in ("finished", "stopped", "failed"):
-        return str(stored["state"]), str(stored.get("why", ""))
+        return stored["state"], printable(str(stored.get("why", "")), MAX_WHY)
     if not has_metrics:
         return (
             ("converted", "") if (run / "checkpoints" / "step-00000000").is_dir() else ("failed", "no step was taken")
@@ -91,19 +95,25 @@ def _state(run: Path, step: int, steps: int | None, has_metrics: bool) -> tuple[
 
 
 def read_records(run: Path) -> dict[int, Record]:
-    """The lines of metrics.jsonl by step; invalid lines are skipped."""
+    """The numbers in the lines of metrics.jsonl by step; invalid lines are skipped."""
     found: dict[int, Record] = {}
     try:
         with open_regular(run / "metrics.jsonl") as file:
             for line in lines(file):
-                try:
-                    record = parse_json(line)
-                    found[int(record["step"])] = record
-                except (ValueError, TypeError, KeyError, OverflowError):
-                    continue
+                record = _parsed(line)
+                if is_step(record.get("step")):
+                    found[record["step"]] = {name: value for name, value in record.items() if is_number(value)}
     except (OSError, ValueError):
         return found
     return found
+
+
+def _parsed(line: bytes) -> Record:
+    try:
+        content = parse_json(line)
+    except ValueError:
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def read_object(path: Path) -> Record:
@@ -140,11 +150,7 @@ def _flat(section: Record, prefix: str = "") -> Record:
 
 def _last(records: dict[int, Record], name: str) -> float | None:
     """The newest value of a metric."""
-    for step in sorted(records, reverse=True):
-        value = records[step].get(name)
-        if isinstance(value, int | float):
-            return float(value)
-    return None
+    return next((float(records[step][name]) for step in sorted(records, reverse=True) if name in records[step]), None)
 
 
 def _time(run: Path) -> float:

@@ -16,6 +16,7 @@ from spurline.run_folders import find_run
 from spurline.tools.console import complain
 from spurline.tools.parsing import described, parse
 from spurline.tools.subcommands import take_arguments
+from spurline.untrusted import printable
 
 PROG = "spurline runs"
 DESCRIPTION = """\
@@ -28,6 +29,7 @@ examples
   spurline runs
   spurline runs outputs/deepseek_v3_debugmodel --json
   spurline runs compare outputs/deepseek_v3_debugmodel/0001 outputs/deepseek_v3_debugmodel"""
+MAX_CELL = 1000
 LOSSES = ("loss", "validation_loss", "bits_per_byte")
 
 
@@ -114,6 +116,7 @@ def _number(value: Any) -> str:
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> str:
+    rows = [tuple(printable(cell, MAX_CELL) for cell in row) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows

@@ -3,6 +3,7 @@
 `make test` takes 1,000, the same each time; `make test-slow` takes 10,000 others.
 """
 
+import contextlib
 import hashlib
 import io
 import json
@@ -31,6 +32,7 @@ from spurline.data.tokenizer_train import train_bpe
 from spurline.hf.folder import find_tensors
 from spurline.models.deepseek_v3.configs import deepseek_v3_debugmodel
 from spurline.tools.report import write_report
+from spurline.tools.runs import compare, list_runs
 from spurline.tools.train import raised_by_us
 from spurline.train.checkpoint.folder import CheckpointFolder
 from spurline.train.checkpoint.manager import CheckpointManager
@@ -105,6 +107,23 @@ class ResumedMetrics(LargeReport):
 
     def read(self):
         JsonlWriter(self.folder, resume_from_step=1).close()
+
+
+class Runs(Report):
+    """`spurline runs`: a file that can't be read means an unknown state, and no other run is lost."""
+
+    always_reads = True
+
+    def make(self):
+        (self.folder / "state.json").write_text('{"state": "failed", "why": "the loss is nan"}')
+        return [*super().make(), "state.json"]
+
+    def read(self):
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            list_runs(self.folder, as_json=False)
+            compare(self.folder, self.folder, as_json=False)
+            list_runs(self.folder, as_json=True)
+        assert out.getvalue().replace("\n", "").isprintable()
 
 
 class Record(Parser):
@@ -295,7 +314,7 @@ class Failures(Parser):
 PARSERS = {
     parser.__name__: parser
     for parser in (
-        *(Report, LargeReport, ResumedMetrics, Record, Metadata, Version1),
+        *(Report, LargeReport, Runs, ResumedMetrics, Record, Metadata, Version1),
         *(Prepared, Safetensors, Config, Tokenizer, Pictures, BadSteps, Failures),
     )
 }
