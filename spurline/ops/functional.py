@@ -67,6 +67,10 @@ def accumulate_once(total: Tensor, value: Tensor, owner: Tensor, grad_enabled: b
     checkpointing, use_reentrant=False). With use_reentrant=True the first forward has gradients off, and the one inside
     the backward pass counts. A graph task exists only inside a backward pass. `owner` is a tensor of the counting
     module, at the same address in both forwards; it is not read. (While tracing, `total` itself may be a copy.)
+
+    A limit: a training-mode forward without gradients looks like the first one of a re-entrant checkpoint. Between a
+    checkpointed forward (use_reentrant=False) and its backward pass, it makes the recomputation count again. Such a
+    forward, of a teacher or for a metric, belongs in evaluation mode.
     """
     address = owner.data_ptr()
     if torch._C._current_graph_task_id() == -1:
