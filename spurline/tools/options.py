@@ -302,8 +302,8 @@ examples
       --data.path books/
 
 Option names accept hyphens or underscores: --dry-run is --dry_run. --compile,
---checkpoint and --profile are short for --compile.enable and so on. An empty list
-is "", as in --optimizer.groups ""."""
+--checkpoint and --profile are short for --compile.enable and so on.
+"" is an empty list, as in --optimizer.groups ""."""
 
 
 def _description(start: RunCommand[Any], prog: str, examples: str) -> str:
