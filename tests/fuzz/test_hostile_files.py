@@ -109,14 +109,16 @@ class ResumedMetrics(LargeReport):
         JsonlWriter(self.folder, resume_from_step=1).close()
 
 
-class Runs(Report):
+class Runs(Parser):
     """`spurline runs`: a file that can't be read means an unknown state, and no other run is lost."""
 
     always_reads = True
 
     def make(self):
+        (self.folder / "metrics.jsonl").write_text('{"step": 1, "loss": 5, "validation_loss": 5, "bits_per_byte": 2}\n')
         (self.folder / "state.json").write_text('{"state": "failed", "why": "the loss is nan"}')
-        return [*super().make(), "state.json"]
+        (self.folder / "config.json").write_text('{"training": {"steps": 4}}')
+        return ["metrics.jsonl", "state.json", "config.json"]
 
     def read(self):
         with contextlib.redirect_stdout(io.StringIO()) as out:
