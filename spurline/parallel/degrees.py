@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import product
+from itertools import combinations, product
 from math import gcd, log2, prod
 from typing import Any
 
@@ -231,16 +231,16 @@ def _count(number: int, thing: str) -> str:
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
-# From the degree that a user is least likely to want changed.
-_NAMES = (
-    "pipeline_parallel_degree",
-    "context_parallel_degree",
-    "tensor_parallel_degree",
-    "expert_parallel_degree",
-    "expert_tensor_parallel_degree",
-    "data_parallel_replicate_degree",
-    "data_parallel_shard_degree",
-)
+# From the degree that a user is least likely to want changed; with the names of axes in `Degrees`.
+_NAMES = {
+    "pipeline_parallel_degree": "pp",
+    "context_parallel_degree": "cp",
+    "tensor_parallel_degree": "tp",
+    "expert_parallel_degree": "ep",
+    "expert_tensor_parallel_degree": "etp",
+    "data_parallel_replicate_degree": "dp_replicate",
+    "data_parallel_shard_degree": "dp_shard",
+}
 
 
 def _nearest(parallelism: Parallelism, world_size: int, facts: ParallelFacts | None, training: Training) -> str:
@@ -259,39 +259,64 @@ def _nearest(parallelism: Parallelism, world_size: int, facts: ParallelFacts | N
         # Rounded, so that the last bits of a logarithm don't decide between equals.
         return len(changed), len(batch_options(other)), which, round(doublings, 6)
 
-    combinations = _combinations(world_size, parallelism)
-    working = [other for other in combinations if not _split_problems(other, world_size, facts, training)]
+    values = {name: _suitable(name, parallelism, world_size, facts) for name in _NAMES}
+    working: list[Parallelism] = []
+    for num_changed in range(len(_NAMES) + 1):  # few changes leave few arrangements to try
+        for changed in combinations(_NAMES, num_changed):
+            others = _arrangements(world_size, parallelism, changed, values)
+            working += [other for other in others if not _split_problems(other, world_size, facts, training)]
+        if working:
+            break
     nearest = min(working, key=distance)
     options = [f"--parallelism.{name} {getattr(nearest, name)}" for name in changes(nearest)]
     return " ".join(options + batch_options(nearest))
 
 
-def _combinations(world_size: int, asked: Parallelism) -> Iterator[Parallelism]:
-    """Ways to arrange world_size ranks in both views; of two that are equally near, the first is preferred.
+def _suitable(name: str, asked: Parallelism, world_size: int, facts: ParallelFacts | None) -> list[int]:
+    """The values of a degree that divide the ranks and the model, whatever the other degrees are.
 
-    None has a larger pipeline or context degree than requested: nobody is advised to use what they did not ask for.
+    None is a larger pipeline or context degree than requested: nobody is advised to use what they did not ask for.
     """
-    pipelines = [d for d in _divisors(world_size) if d <= asked.pipeline_parallel_degree]
-    contexts = [d for d in _divisors(world_size) if d <= asked.context_parallel_degree]
-    for pipeline, context in product(pipelines, contexts):
-        if world_size % (pipeline * context):
+    found = _divisors(world_size)
+    if name in ("pipeline_parallel_degree", "context_parallel_degree"):
+        found = [degree for degree in found if degree <= getattr(asked, name)]
+    if facts is None:
+        return found
+    alone = {degree: replace(Degrees(1, 1, 1, 1, 1), **{_NAMES[name]: degree}) for degree in found}
+    schedule = asked.pipeline_parallel_schedule
+    return [n for n, d in alone.items() if not _model_problems(d, facts) and not _stage_problems(d, facts, schedule)]
+
+
+def _arrangements(
+    world_size: int, asked: Parallelism, changed: tuple[str, ...], values: dict[str, list[int]]
+) -> Iterator[Parallelism]:
+    """Ways to arrange world_size ranks in both views that differ from `asked` in exactly these degrees.
+
+    Of two that are equally near, the first is preferred.
+    """
+    own = {name: [n for n in values[name] if (n != getattr(asked, name)) == (name in changed)] for name in _NAMES}
+    pipeline, context, tensor, expert, expert_tensor, replicate, shard = own.values()
+    if asked.data_parallel_shard_degree == -1:
+        if "data_parallel_shard_degree" in changed:
+            return
+        shard = values["data_parallel_shard_degree"]
+    shards = set(shard)
+    for pp, cp, dp_replicate, tp in product(pipeline, context, replicate, tensor):
+        dp_shard, rest = divmod(world_size, pp * cp * dp_replicate * tp)
+        if rest or dp_shard not in shards:
             continue
-        for replicate in _divisors(world_size // (pipeline * context)):
-            for tensor in _divisors(world_size // (pipeline * context * replicate)):
-                shard = world_size // (pipeline * context * replicate * tensor)
-                spread = shard * context * tensor
-                for expert_tensor in _divisors(spread):
-                    for expert in _divisors(spread // expert_tensor):
-                        yield replace(
-                            asked,
-                            data_parallel_replicate_degree=replicate,
-                            data_parallel_shard_degree=-1 if asked.data_parallel_shard_degree == -1 else shard,
-                            tensor_parallel_degree=tensor,
-                            expert_parallel_degree=expert,
-                            expert_tensor_parallel_degree=expert_tensor,
-                            context_parallel_degree=context,
-                            pipeline_parallel_degree=pipeline,
-                        )
+        for etp, ep in product(expert_tensor, expert):
+            if dp_shard * cp * tp % (etp * ep) == 0:
+                yield replace(
+                    asked,
+                    data_parallel_replicate_degree=dp_replicate,
+                    data_parallel_shard_degree=-1 if asked.data_parallel_shard_degree == -1 else dp_shard,
+                    tensor_parallel_degree=tp,
+                    expert_parallel_degree=ep,
+                    expert_tensor_parallel_degree=etp,
+                    context_parallel_degree=cp,
+                    pipeline_parallel_degree=pp,
+                )
 
 
 @cache

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from spurline.config import Parallelism, Training
 from spurline.models.deepseek_v3.configs import deepseek_v3_debugmodel
+from spurline.parallel import degrees as parallel_degrees
 from spurline.parallel.degrees import Degrees, ParallelFacts, degree_problems, resolve_degrees
 from spurline.parallel.stages import SCHEDULES
 
@@ -440,6 +441,25 @@ def test_what_is_said_to_work_works(
 
 def test_large_worlds_are_answered_at_once() -> None:
     assert len(problems(16384, replicate=3, shard=5, tp=7, ep=9, etp=11)) > 3
+
+
+@pytest.mark.parametrize(
+    ("world_size", "given", "nearest"),
+    [
+        (5040, {"tp": 3, "ep": 64}, parallelism(tp=4, ep=16)),
+        (10080, {"tp": 3, "ep": 64, "pp": 5, "cp": 7}, parallelism(tp=4, ep=32) + " --training.global_batch_size 2880"),
+    ],
+)
+def test_few_of_the_layouts_of_many_ranks_are_tried(
+    monkeypatch: pytest.MonkeyPatch, world_size: int, given: dict[str, int], nearest: str
+) -> None:
+    """There are 170,000 ways to arrange 5,040 ranks, and 3 million for 10,080 with 5 stages and cp 7."""
+    tried: list[Parallelism] = []
+    check = parallel_degrees._split_problems
+    monkeypatch.setattr(parallel_degrees, "_split_problems", lambda other, *a: tried.append(other) or check(other, *a))
+    facts = ParallelFacts(num_heads=128, num_experts=256, expert_hidden_dim=2048, num_layers=61)
+    assert problems(world_size, facts, **given)[-1].endswith(f"; nearest that works for all of these: {nearest}")
+    assert len(tried) < 100
 
 
 def test_debug_model_tells_what_can_be_split() -> None:
