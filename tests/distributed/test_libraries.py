@@ -19,7 +19,7 @@ from spurline.testing import RankPool
 from spurline.testing.equivalence import relative_error
 from spurline.testing.stand_ins import exchange, installed
 
-LOCAL = MoEConfig(dim=8, hidden_dim=12, num_experts=8, top_k=3, num_shared_experts=1)
+LOCAL = MoEConfig(dim=16, hidden_dim=12, num_experts=8, top_k=3, num_shared_experts=1)
 Case = tuple[dict[str, Any], tuple[int, ...], int, torch.dtype]
 """Changes to the config, shape of the mesh, tokens of each rank, dtype."""
 
@@ -174,24 +174,36 @@ def test_what_a_library_does_not_take_is_told_in_a_line(ranks: RankPool) -> None
         assert message == ""  # each rank may have its own
 
 
-def run_low_latency(rank: int) -> dict[str, int]:
+def run_low_latency(rank: int, lengths: list[int]) -> tuple[dict[str, int], list[bool], float]:
+    """The paths of evaluations with these numbers of tokens; the buffers by their kinds; the error of the last."""
     with installed():
+        from spurline.moe.dispatch import deep_ep
+
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        moe = make_layer(dataclasses.replace(LOCAL, dispatcher="deep_ep_low_latency"), torch.bfloat16)
-        parallelize_moe(moe, mesh)
+        config = dataclasses.replace(LOCAL, dispatcher="deep_ep_low_latency")
+        moe = parallelize_moe(make_layer(config, torch.bfloat16), mesh)
         telemetry.reset()
         telemetry.enable()
         with torch.no_grad():
-            moe(make_input(5, rank, torch.bfloat16)[0])
+            for length in lengths:
+                y = moe(make_input(length, rank, torch.bfloat16)[0])
         telemetry.enable(False)
+        kinds = [buffer.low_latency_mode for buffer in deep_ep._buffers.values()]
         forget_buffers()
-        return telemetry.counters()
+        expected = expected_results({}, dist.get_world_size(), lengths[-1], torch.bfloat16)["y"][rank]
+        return telemetry.counters(), kinds, relative_error(y, expected)
 
 
 def test_low_latency_kernels_serve_without_gradients(ranks: RankPool) -> None:
-    for paths in ranks.run(run_low_latency, 2):
-        assert paths["exchange.deep_ep_low_latency"] == 1
+    for paths, kinds, error in ranks.run(run_low_latency, 2, [5, 40]):
+        assert paths["exchange.deep_ep_low_latency"] == 2
         assert "exchange.deep_ep" not in paths
+        assert kinds == [True]  # one buffer, for any number of tokens
+        assert error < 0.05
+    for paths, kinds, error in ranks.run(run_low_latency, 2, [5, 300]):
+        assert paths["exchange.deep_ep_low_latency"] == paths["exchange.deep_ep"] == 1
+        assert kinds == [True, False]
+        assert error < 0.05
 
 
 class Ops(TorchDispatchMode):

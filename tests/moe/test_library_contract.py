@@ -8,13 +8,15 @@ import inspect
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
-from spurline import MoE, MoEConfig
+from spurline import MoE, MoEConfig, parallelize_moe
 from spurline.cli import main
 from spurline.config import Compile, RunConfig
 from spurline.moe.dispatch.plan import ExpertRanks
@@ -73,10 +75,9 @@ def calls_of_a_layer(rank: int, dispatcher: str) -> list[tuple[str, int, list[st
         with installed():
             from spurline.moe.dispatch import deep_ep, hybrid_ep
 
-            moe = MoE(MoEConfig(dim=8, hidden_dim=8, num_experts=4, dispatcher=dispatcher, row_multiple=4))
-            moe.bfloat16()
-            moe.dispatcher = moe.dispatcher.across(ExpertRanks(dist.group.WORLD))
-            x = torch.randn(5, 8, dtype=torch.bfloat16, requires_grad=True)
+            moe = MoE(MoEConfig(dim=16, hidden_dim=8, num_experts=4, dispatcher=dispatcher, row_multiple=4))
+            parallelize_moe(moe.bfloat16(), init_device_mesh("cpu", (dist.get_world_size(),)))
+            x = torch.randn(5, 16, dtype=torch.bfloat16, requires_grad=True)
             moe(x).sum().backward()
             with torch.no_grad():
                 moe(x)
@@ -99,11 +100,63 @@ def calls_of_a_layer(rank: int, dispatcher: str) -> list[tuple[str, int, list[st
 def test_adapters_call_what_the_libraries_have(
     ranks: RankPool, dispatcher: str, versions: list[str], least: set[str]
 ) -> None:
-    (calls,) = ranks.run(calls_of_a_layer, 1, dispatcher)
+    calls, _ = ranks.run(calls_of_a_layer, 2, dispatcher)
     assert {name for name, *_ in calls} >= least
     for version in versions:
         for name, num_args, names in calls:
             signature(SIGNATURES[version][name]).bind(*range(num_args), **dict.fromkeys(names))
+
+
+def across(num_ranks: int, parts: int = 1, **changes: Any) -> tuple[MoE, ExpertRanks]:
+    """A layer, and as many ranks, of which there is only the number."""
+    config = {"dim": 16, "hidden_dim": 8, "num_experts": 48, "top_k": 3} | changes
+    group: Any = SimpleNamespace(size=lambda: num_ranks)
+    return MoE(MoEConfig(**config)), ExpertRanks(group, "layers.1.moe", parts)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "changes", "complaint"),
+    [
+        (3, {"dispatcher": "deep_ep"}, "'deep_ep' has no kernels for 3 ranks"),
+        (1, {"dispatcher": "deep_ep_low_latency"}, "'deep_ep_low_latency' has no kernels for 1 ranks"),
+        (2, {"dispatcher": "deep_ep", "dim": 24}, "width is a multiple of 16 and at most 8184, not 24"),
+        (8, {"dispatcher": "deep_ep", "dim": 8192, "hidden_dim": 1}, "at most 8184, not 8192"),
+        (2, {"dispatcher": "hybrid_ep", "dim": 24}, "'hybrid_ep' sends rows whose width is a multiple of 16, not 24"),
+        (2, {"dispatcher": "hybrid_ep", "num_experts": 6}, "'hybrid_ep' needs experts in multiples of 4, not 6"),
+    ],
+)
+def test_what_a_library_has_no_kernels_for_is_one_line(num_ranks: int, changes: dict[str, Any], complaint: str) -> None:
+    with installed():
+        moe, ranks = across(num_ranks, **changes)
+        with pytest.raises(ValueError, match=f"^layers.1.moe: .*{complaint}: choose dispatcher 'local'$"):
+            moe.dispatcher.across(ranks)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_tokens", "changes", "expected"),
+    [
+        (8, 256, {}, "LowLatencyPlan"),
+        (8, 257, {}, "DeepEPPlan"),
+        (8, 250, {"row_multiple": 96}, "DeepEPPlan"),  # 288 places
+        (16, 5, {}, "DeepEPPlan"),  # where both kinds of kernels would need NVSHMEM
+        (8, 5, {"top_k": 11}, "LowLatencyPlan"),
+        (8, 5, {"top_k": 12}, "DeepEPPlan"),
+        (8, 5, {"top_k": 5, "parts": 2}, "LowLatencyPlan"),
+        (8, 5, {"top_k": 6, "parts": 2}, "DeepEPPlan"),
+        (8, 5, {"dim": 32}, "DeepEPPlan"),
+    ],
+    ids=str,
+)
+def test_low_latency_kernels_are_used_within_their_limits(
+    num_ranks: int, num_tokens: int, changes: dict[str, Any], expected: str
+) -> None:
+    with installed(), torch.no_grad():
+        moe, ranks = across(num_ranks, dispatcher="deep_ep_low_latency", **changes)
+        x = torch.randn(num_tokens, moe.config.dim)
+        plan = moe.dispatcher.across(ranks).plan(moe.router(x, 1))
+        assert type(plan).__name__ == expected
+        fewer = moe.dispatcher.across(ranks).plan(moe.router(x[:3], 1), [3, num_tokens, *[1] * (num_ranks - 2)])
+        assert type(fewer).__name__ == expected, "all ranks use the kernels that the one with the most tokens can use"
 
 
 @pytest.mark.parametrize(

@@ -155,6 +155,13 @@ def test_every_cell_works_with_the_tiny_model():
     assert [cell.name for cell in full_cells() if cell_problems(cell, TINY_MODEL)] == []
 
 
+def test_experts_that_hybrid_ep_does_not_take_are_left_out():
+    cell = Cell(4, ep=2, etp=2, dispatcher="hybrid_ep stand-in", num_experts="6 experts")
+    assert cell_problems(cell, TINY_MODEL) == []
+    (problem,) = cell_problems(replace(cell, etp=1), TINY_MODEL)
+    assert problem == "dispatcher hybrid_ep needs experts in multiples of 4"
+
+
 def test_reference_is_one_rank_without_anything_clever():
     cell = Cell(
         4, tp=2, ep=2, exchange="equal split", experts="grouped_mm", compile="aot_eager", remat="full", clip=True

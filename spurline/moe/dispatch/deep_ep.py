@@ -32,6 +32,18 @@ from spurline.moe.routing import Routing
 from spurline.moe.rows import RowCounts, Rows
 from spurline.moe.telemetry import counted
 
+WIDEST_ROW = 8184
+"""The normal kernels copy half a row of bfloat16 at a time, into 8192 bytes that hold a barrier of 8 bytes too."""
+
+# The limits of the low-latency kernels. Beyond them, the normal kernels are used.
+LOW_LATENCY_RANKS = 8
+"""With more, the normal kernels use NVSHMEM too, which a process can't initialize for both (DeepEP's issue 76)."""
+LOW_LATENCY_TOKENS = 256
+"""Places for a rank's tokens. The library recommends no more, and asserts 2 (places + 1) <= NVSHMEM_QP_DEPTH, 1024."""
+LOW_LATENCY_EXPERTS = 11
+"""Experts of a token."""
+LOW_LATENCY_WIDTHS = (2048, 2560, 4096, 5120, 6144, 7168)
+"""Those of both versions that normal kernels take too."""
 SMALLEST_STEP = 16
 """The low-latency layout has a multiple of this many places for a rank's tokens."""
 
@@ -47,7 +59,20 @@ class DeepEPDispatcher:
         self.overlap = True  # common to all dispatchers, unused here: the library's events order what overlaps
 
     def across(self, ranks: ExpertRanks) -> DeepEPDispatcher:
+        if problem := self.unsupported(ranks):
+            raise ValueError(f"{ranks.layer}: dispatcher {self.name!r} {problem}: choose dispatcher 'local'")
         return type(self)(self.config, ranks)
+
+    def unsupported(self, ranks: ExpertRanks) -> str:
+        """What the library has no kernels for, if anything."""
+        width, num_ranks = self.config.dim, ranks.group.size()
+        if width % 16 or width > WIDEST_ROW:
+            return f"sends rows whose width is a multiple of 16 and at most {WIDEST_ROW}, not {width}"
+        try:
+            library().Buffer.get_dispatch_config(num_ranks)
+        except AssertionError:
+            return f"has no kernels for {num_ranks} ranks"
+        return ""
 
     def plan(self, routing: Routing, num_tokens_P: list[int] | None = None) -> Plan:
         if self.ranks is None:
@@ -68,18 +93,26 @@ class DeepEPLowLatencyDispatcher(DeepEPDispatcher):
     """The same with the low-latency kernels if gradients are off: fixed capacity, no device-to-host reads.
 
     They do not send routing weights to the experts, so no gradient of the weights could come back: training uses the
-    normal kernels, and so do weights that apply before the experts.
+    normal kernels, and so do weights that apply before the experts, and whatever is beyond the kernels' limits.
     """
 
     name = "deep_ep_low_latency"
 
     def plan(self, routing: Routing, num_tokens_P: list[int] | None = None) -> Plan:
-        ranks, T = self.ranks, routing.expert_TK.shape[0]
+        ranks, (T, K) = self.ranks, routing.expert_TK.shape
         is_known = ranks is not None and (ranks.same_num_tokens or num_tokens_P is not None)
         if torch.is_grad_enabled() or self.config.score_before_experts or not is_known:
             return super().plan(routing, num_tokens_P)
         assert ranks is not None
         most = round_up(max(num_tokens_P or [T]), max(SMALLEST_STEP, self.config.row_multiple))
+        widths = getattr(library(), "low_latency_widths", LOW_LATENCY_WIDTHS)  # a stand-in has others
+        if (
+            ranks.group.size() > LOW_LATENCY_RANKS
+            or most > LOW_LATENCY_TOKENS
+            or K * ranks.parts_per_expert > LOW_LATENCY_EXPERTS
+            or self.config.dim not in widths
+        ):
+            return super().plan(routing, num_tokens_P)
         return LowLatencyPlan(ranks.group, self._routed(routing), most)
 
 
@@ -221,7 +254,7 @@ class LowLatencyPlan:
     def dispatch(self, x_TD: Tensor) -> Rows:
         check_dtype(x_TD, "deep_ep_low_latency")
         E, P, D = self.routing.count_E.shape[0], self.group.size(), x_TD.shape[1]
-        buffer = low_latency_buffer(self.group, self.most_tokens, D, E)
+        buffer = low_latency_buffer(self.group, D, E)
         expert_TK = self.routing.expert_TK.contiguous()
         x_eMD, _, handle, _, receive = buffer.low_latency_dispatch(
             x_TD.contiguous(), expert_TK, self.most_tokens, E, use_fp8=False, return_recv_hook=True
@@ -263,31 +296,28 @@ def check_dtype(x_TD: Tensor, dispatcher: str) -> None:
         )
 
 
-_buffers: dict[tuple[ProcessGroup, int], tuple[tuple[int, ...], Any]] = {}
-"""The buffers of each group, shared by all layers: by the number of experts for the low-latency kernels, 0 for others.
+_buffers: dict[tuple[Any, ...], Any] = {}
+"""The buffers, shared by all layers: by group and row size, and those of the low-latency kernels by experts too.
 
-Each is stored with its capacity, and recreated when more is needed.
+None is ever replaced: releasing a buffer ends NVSHMEM, which the one in its place would use.
 """
 
 
 def normal_buffer(group: ProcessGroup, row_bytes: int) -> Any:
-    made = _buffers.get((group, 0))
-    if made is None or made[0] < (row_bytes,):
+    if (group, row_bytes) not in _buffers:
         Buffer, P = library().Buffer, group.size()
         configs = (Buffer.get_dispatch_config(P), Buffer.get_combine_config(P))
         nvl = max(config.get_nvl_buffer_size_hint(row_bytes, P) for config in configs)
         rdma = max(config.get_rdma_buffer_size_hint(row_bytes, P) for config in configs)
-        made = _buffers[group, 0] = (row_bytes,), Buffer(group, nvl, rdma)
-    return made[1]
+        _buffers[group, row_bytes] = Buffer(group, nvl, rdma)
+    return _buffers[group, row_bytes]
 
 
-def low_latency_buffer(group: ProcessGroup, most_tokens: int, width: int, num_experts: int) -> Any:
-    made = _buffers.get((group, num_experts))
-    if made is None or made[0][0] < most_tokens or made[0][1] < width:
-        if made is not None:
-            most_tokens, width = max(made[0][0], most_tokens), max(made[0][1], width)
+def low_latency_buffer(group: ProcessGroup, width: int, num_experts: int) -> Any:
+    """A buffer for the most tokens, so that it suffices whenever there are more than the first time."""
+    if (group, width, num_experts) not in _buffers:
         Buffer, P = library().Buffer, group.size()
-        num_bytes = Buffer.get_low_latency_rdma_size_hint(most_tokens, width, P, num_experts)
+        num_bytes = Buffer.get_low_latency_rdma_size_hint(LOW_LATENCY_TOKENS, width, P, num_experts)
         buffer = Buffer(group, 0, num_bytes, low_latency_mode=True, num_qps_per_rank=num_experts // P)
-        made = _buffers[group, num_experts] = (most_tokens, width), buffer
-    return made[1]
+        _buffers[group, width, num_experts] = buffer
+    return _buffers[group, width, num_experts]

@@ -16,22 +16,33 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import Function
 from torch.distributed import ProcessGroup
 
 from spurline.moe.config import MoEConfig
+from spurline.moe.dispatch.aligned import round_up
 from spurline.moe.dispatch.deep_ep import DeepEPDispatcher, check_dtype, library
-from spurline.moe.dispatch.plan import Plan
+from spurline.moe.dispatch.plan import ExpertRanks, Plan
 from spurline.moe.routing import Routing
 from spurline.moe.rows import RowCounts, Rows
 from spurline.moe.telemetry import counted
+
+TOKEN_MULTIPLE = 4
+"""The library copies 4 bytes for each token and each rank of an NVLink domain, in multiples of 16 bytes."""
 
 
 class HybridEPDispatcher(DeepEPDispatcher):
     """Plans by HybridEP across ranks; on one device, rows stay where they are."""
 
     name: ClassVar[str] = "hybrid_ep"
+
+    def unsupported(self, ranks: ExpertRanks) -> str:
+        width, num_experts = self.config.dim, self.config.num_experts * ranks.parts_per_expert
+        if width % 16:
+            return f"sends rows whose width is a multiple of 16, not {width}"
+        return f"needs experts in multiples of 4, not {num_experts}" if num_experts % 4 else ""
 
     def plan(self, routing: Routing, num_tokens_P: list[int] | None = None) -> Plan:
         if self.ranks is None or torch.compiler.is_compiling():
@@ -71,7 +82,9 @@ class HybridEPPlan:
     @counted("exchange.hybrid_ep")
     def _start(self, x_TD: Tensor) -> Rows:
         expert_TK, weight_TK = self.routing.expert_TK, self.routing.weight_TK.float()
-        weight_TE = weight_TK.new_zeros(x_TD.shape[0], self.routing.count_E.shape[0]).scatter(1, expert_TK, weight_TK)
+        num_tokens = round_up(x_TD.shape[0], TOKEN_MULTIPLE)  # those that are added visit no expert
+        x_TD = F.pad(x_TD, (0, 0, 0, num_tokens - x_TD.shape[0])) if num_tokens > x_TD.shape[0] else x_TD
+        weight_TE = weight_TK.new_zeros(num_tokens, self.routing.count_E.shape[0]).scatter(1, expert_TK, weight_TK)
         rows_AD, weight_A = _Dispatch.apply(x_TD, weight_TE, self)
         journey = self.journey
         assert journey is not None
@@ -84,7 +97,8 @@ class HybridEPPlan:
 
     def combine(self, rows: Rows) -> Tensor:
         y_AD = rows.x if rows.weight_S is None else rows.weigh(rows.x)
-        y_TD = _Combine.apply(y_AD, self.journey)
+        y_TD, num_tokens = _Combine.apply(y_AD, self.journey), self.routing.expert_TK.shape[0]
+        y_TD = y_TD[:num_tokens] if y_TD.shape[0] > num_tokens else y_TD
         return y_TD if rows.onto_TD is None else rows.onto_TD + y_TD
 
 

@@ -16,7 +16,12 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-_HOMES = {"Buffer": "deep_ep_buffer", "HybridEPBuffer": "hybrid_ep_buffer", "row_dtypes": "exchange"}
+_HOMES = {
+    "Buffer": "deep_ep_buffer",
+    "HybridEPBuffer": "hybrid_ep_buffer",
+    "low_latency_widths": "deep_ep_buffer",
+    "row_dtypes": "exchange",
+}
 _MODULES = ("deep_ep", "hybrid_ep_cpp")
 
 

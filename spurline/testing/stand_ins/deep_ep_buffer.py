@@ -15,6 +15,12 @@ from torch.distributed import ProcessGroup
 
 from spurline.testing.stand_ins.exchange import add_up, check_rows, counts_of_all, send_rows
 
+NUM_RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
+"""The numbers of ranks that the library has configurations for."""
+QUEUE_DEPTH = 1024
+low_latency_widths = (16, 2048)
+"""Widths of the low-latency kernels: one for tests, and one that the library has."""
+
 
 class Config:
     """Buffer sizes, which the stand-in does not need."""
@@ -63,10 +69,12 @@ class Buffer:
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
+        assert num_ranks in NUM_RANKS
         return Config()
 
     @staticmethod
     def get_combine_config(num_ranks: int) -> Config:
+        assert num_ranks in NUM_RANKS
         return Config()
 
     @staticmethod
@@ -109,6 +117,8 @@ class Buffer:
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, list[int] | None, tuple[Any, ...] | None, EventOverlap]:
         check_rows(x)
+        assert x.shape[1] % 16 == 0
+        assert x.shape[1] + 8 <= 8192, "half a row of bfloat16 and a barrier"
         _check_streams(previous_event, async_finish, allocate_on_comm_stream)
         if handle is not None:
             assert topk_idx is None
@@ -182,6 +192,9 @@ class Buffer:
         assert not use_fp8, "the stand-in sends bfloat16"
         e, P, most = num_experts // self.group_size, self.group_size, num_max_dispatch_tokens_per_rank
         assert self.num_qps_per_rank == e, "one queue pair for each local expert"
+        assert (most + 1) * 2 <= QUEUE_DEPTH
+        assert topk_idx.shape[1] <= 11
+        assert x.shape[1] in low_latency_widths
         assert x.shape[0] <= most
         assert self.num_rdma_bytes >= self.get_low_latency_rdma_size_hint(most, x.shape[1], P, num_experts)
         slot_S = torch.argsort(topk_idx.flatten(), stable=True)

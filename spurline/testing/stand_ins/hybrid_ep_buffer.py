@@ -35,6 +35,8 @@ class HybridEPBuffer:
         use_mnnvl: bool | None = None,
     ) -> None:
         self.group, self.rank, self.group_size = group, group.rank(), group.size()
+        assert hidden_dim % 16 == 0
+        assert num_local_experts * self.group_size % 4 == 0, "of an NVLink domain, which all ranks are taken to share"
         self.hidden_dim, self.most_tokens, self.num_local_experts = (
             hidden_dim,
             max_num_of_tokens_per_rank,
@@ -65,6 +67,7 @@ class HybridEPBuffer:
         assert not non_blocking, "the stand-in knows the blocking call"
         assert hidden.shape[1] == self.hidden_dim
         assert hidden.shape[0] <= self.most_tokens
+        assert hidden.shape[0] % 64 * self.group_size % 4 == 0, "the last chunk is copied in multiples of 16 bytes"
         e = self.num_local_experts
         if handle is None:
             assert routing_map is not None

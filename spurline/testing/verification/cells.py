@@ -255,6 +255,8 @@ def cell_problems(cell: Cell, model: Any) -> list[str]:
         is_uneven = config.training.seq_len % (cell.tp * (2 * cell.cp if cell.cp > 1 else 1))
         if moe.dispatcher == "hybrid_ep" and cell.ep * cell.etp > 1 and is_uneven:
             found.append("dispatcher hybrid_ep needs the same number of tokens on every rank")
+        if moe.dispatcher == "hybrid_ep" and moe.num_experts * cell.etp % 4:
+            found.append("dispatcher hybrid_ep needs experts in multiples of 4")
     if not found:
         found = degree_problems(config.parallelism, cell.ranks, model=config.model, training=config.training)
     return [problem.partition("; nearest that works")[0] for problem in found]
