@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import sys
+from dataclasses import asdict, replace
 from typing import NamedTuple
 
 import pytest
@@ -17,6 +18,7 @@ from spurline.cli import main
 from spurline.train import run as run_module
 from spurline.train.checkpoint.manager import CheckpointManager
 from spurline.train.exit_codes import ExitCode
+from spurline.train.processes import Process
 from spurline.train.trainer import Trainer
 
 PRESET = ["--module", "deepseek_v3", "--config", "deepseek_v3_debugmodel"]
@@ -328,6 +330,19 @@ def test_run_without_checkpoints_does_not_touch_another_one(train, folder):
     assert [record["step"] for record in metrics_of(folder / "run")] == [1, 2, 3, 4, 5]
     assert train("--debug.stop_after", "2", "--job.overwrite").code == 0
     assert [record["step"] for record in metrics_of(folder / "run")] == [1, 2]
+
+
+def test_checkpoint_folder_of_a_living_run_is_refused_and_stays_as_it_was(train, folder):
+    elsewhere = (*CHECKPOINT, "--checkpoint.folder", str(folder / "saved"))
+    assert train(*elsewhere, "--debug.stop_after", "2").code == 0
+    # This process's parent plays a run that lives and saves there.
+    owner = replace(Process.own(), pid=os.getppid(), started="")
+    (folder / "saved" / "run.lock").write_text(json.dumps({**asdict(owner), "since": "2026-01-01"}))
+    before = {path: path.read_bytes() for path in (folder / "saved").rglob("*") if path.is_file()}
+    code, _, err, _ = train(*elsewhere, "--job.dump_folder", "another")
+    assert (code, len(err.splitlines())) == (4, 1)
+    assert f"saved belongs to process {owner.pid} on " in err
+    assert {path: path.read_bytes() for path in (folder / "saved").rglob("*") if path.is_file()} == before
 
 
 def test_interrupt_is_one_line_and_keeps_what_was_written(train, folder, monkeypatch):

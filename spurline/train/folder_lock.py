@@ -117,20 +117,34 @@ class FolderLock:
         """Show that the owner is alive; cheap enough to be called often. Disk errors do not end the run.
 
         A FolderInUseError if another process has taken the folder over: a later attempt of the job, whose launchers
-        could not reach this process, or another job, because this process was silent, as in a suspended machine.
+        could not reach this process, or another job, because this process was silent, as in a suspended machine. The
+        same if the folder is gone.
         """
-        if self._is_owned and time.monotonic() >= self._next_beat:
-            self._next_beat = time.monotonic() + BEAT_SECONDS
-            with contextlib.suppress(OSError):
-                owner = _parse(_read(self.path))
-                if owner is not None and owner.process != self._own.process:
-                    why = (
-                        "a later attempt of this job"
-                        if self._has_same_job(owner)
-                        else f"because this one had been silent for more than {STALE_SECONDS:.0f} seconds"
-                    )
-                    raise FolderInUseError(f"{self.path.parent} was taken over by {owner} (since {owner.since}), {why}")
-                os.utime(self.path)
+        if not self._is_owned or time.monotonic() < self._next_beat:
+            return
+        self._next_beat = time.monotonic() + BEAT_SECONDS
+        with contextlib.suppress(OSError):
+            try:
+                content = _read(self.path)
+            except FileNotFoundError:
+                return self._write_again()
+            self._refuse_new_owner(_parse(content))
+            os.utime(self.path)
+
+    def _refuse_new_owner(self, owner: Owner | None) -> None:
+        if owner is None or owner.process == self._own.process:
+            return
+        silent = f"because this one had been silent for more than {STALE_SECONDS:.0f} seconds"
+        why = "a later attempt of this job" if self._has_same_job(owner) else silent
+        raise FolderInUseError(f"{self.path.parent} was taken over by {owner} (since {owner.since}), {why}")
+
+    def _write_again(self) -> None:
+        """Somebody has removed the lock, or the folder with all that this run has written."""
+        try:
+            with open(self.path, "x", encoding="utf-8") as file:
+                file.write(json.dumps(self._own.entry) + "\n")
+        except FileNotFoundError:
+            raise FolderInUseError(f"{self.path.parent} was removed while this run wrote to it") from None
 
     def release(self) -> None:
         if self._is_owned:

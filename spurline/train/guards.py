@@ -10,13 +10,14 @@ from contextlib import ExitStack, closing, contextmanager
 from types import TracebackType
 
 from spurline.parallel.world import World
+from spurline.remote import is_remote
 from spurline.train.checkpoint.ranks import Ranks
 from spurline.train.exit_codes import FolderInUseError, LostRankError
 from spurline.train.folder_lock import FolderLock
 from spurline.train.launcher import restart_count
 from spurline.train.progress import Progress
 from spurline.train.rank_log import RankLog, error_of_last_attempt
-from spurline.train.run_folder import Claim
+from spurline.train.run_folder import Claim, make_folder
 from spurline.train.side_channel import SideChannel, is_communication_error
 from spurline.train.trainer import Trainer
 from spurline.train.watchdog import Watchdog
@@ -33,19 +34,26 @@ class Guard:
         self._folder, self._progress = claim.folder, progress
         self._channel = SideChannel(world.meeting) if world.meeting is not None else None
         self.watchdog = Watchdog(claim.folder / "logs", watchdog_seconds, self._channel)
-        self._lock = FolderLock(claim.folder, claim.job)
+        self._job, self._locks = claim.job, [FolderLock(claim.folder, claim.job)]
         self._log: RankLog | None = None
         self._contexts = ExitStack()
 
-    def own_folder(self, trainer: Trainer, prepare: Callable[[], None] = lambda: None) -> None:
+    def own_folder(
+        self, trainer: Trainer, prepare: Callable[[], None] = lambda: None, checkpoint_folder: str = ""
+    ) -> None:
         """Take ownership of the existing folder; a FolderInUseError on all ranks if another job owns it.
 
-        Then the first rank calls `prepare`, before anything is written to the folder.
+        The same for a `checkpoint_folder` elsewhere, unless it is remote: object stores have no locks. Then the first
+        rank calls `prepare`, before anything is written to the folder.
         """
+        if checkpoint_folder and not is_remote(checkpoint_folder):
+            self._locks.append(FolderLock(checkpoint_folder, self._job))
 
         def take() -> str:
             try:
-                self._lock.take()
+                for lock in self._locks:
+                    make_folder(lock.path.parent, "checkpoint.folder")
+                    lock.take()
             except FolderInUseError as error:
                 return str(error)
             return ""
@@ -53,11 +61,19 @@ class Guard:
         if problem := Ranks().first(take):
             raise FolderInUseError(problem)
         Ranks().first(prepare)
-        self.watchdog.on_beat, self.watchdog.on_end = self._lock.beat, self._lock.release
+        self.watchdog.on_beat, self.watchdog.on_end = self._beat, self._release
         self.watchdog.module_names = {id(module): name for name, module in trainer.model.named_modules() if name}
         self.watchdog.phase_of_step = lambda: trainer.timer.current
         if self._channel is not None:
             self._open_log(self._channel)
+
+    def _beat(self) -> None:
+        for lock in self._locks:
+            lock.beat()
+
+    def _release(self) -> None:
+        for lock in self._locks:
+            lock.release()
 
     def _open_log(self, channel: SideChannel) -> None:
         self._log = log = self._contexts.enter_context(closing(RankLog(self._folder, channel.rank)))
@@ -77,7 +93,7 @@ class Guard:
     ) -> None:
         with self._contexts, _sigterm_ignored():
             self.watchdog.stop()
-            self._lock.release()
+            self._release()
             if error is None or self._channel is None:
                 return
             if self._log is not None:

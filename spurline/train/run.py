@@ -80,7 +80,8 @@ def train(module: str, config_name: str, config: RunConfig[Any]) -> Ended:
         saving = "saving a checkpoint" if config.checkpoint.enable else "ending, without a checkpoint,"
         answer = f"{saving} after this step; again ends at once" if world.is_first else ""
         stop_signal = signals.enter_context(StopSignal(answer))
-        guard.own_folder(trainer, lambda: own(folder, config, claim.is_restart))
+        elsewhere = config.checkpoint.folder if config.checkpoint.enable else ""
+        guard.own_folder(trainer, lambda: own(folder, config, claim.is_restart), elsewhere)
         checkpoints = open_checkpoints(folder, config, progress.log)
         if config.checkpoint.enable:
             checkpoints.refuse_unless_writable()

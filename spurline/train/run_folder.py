@@ -63,7 +63,7 @@ def claimed_folder(config: RunConfig[Any], say: Callable[[str], None] = print) -
     def claim() -> Claim:
         missing = missing_folders(Path(config.job.dump_folder or config.job.runs_folder))
         claim = decide_folder(config, job, restart_count())
-        make_run_folder(claim.folder)
+        make_folder(claim.folder, "job.dump_folder")
         made.extend(missing if config.job.dump_folder else [claim.folder, *missing])
         if job and not claim.in_use:
             (claim.folder / _JOB_FILE).write_text(job, encoding="utf-8")
@@ -164,11 +164,11 @@ def _was_killed_early(folder: Path, config: RunConfig[Any]) -> bool:
     return is_unfinished and replace(then, job=config.job) == config
 
 
-def make_run_folder(folder: Path) -> None:
+def make_folder(folder: Path, option: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"job.dump_folder {folder}: can't make this folder: {error.strerror}") from None
+        raise ValueError(f"{option} {folder}: can't make this folder: {error.strerror}") from None
 
 
 def refuse_unless_shared(folder: Path, ranks: Ranks) -> None:

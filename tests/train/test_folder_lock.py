@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -224,6 +225,25 @@ def test_owner_that_was_silent_for_too_long_learns_that_it_is_not_the_owner_any_
     with pytest.raises(FolderInUseError, match=f"was taken over by process {other.pid} on "):
         lock.beat()
     assert (tmp_path / "run.lock").stat().st_mtime == before
+
+
+def test_lock_that_was_removed_is_written_again(tmp_path):
+    lock = FolderLock(tmp_path)
+    lock.take()
+    (tmp_path / "run.lock").unlink()
+    lock.beat()
+    assert json.loads((tmp_path / "run.lock").read_text())["pid"] == os.getpid()
+
+
+def test_run_whose_folder_was_removed_learns_it(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    lock = FolderLock(folder)
+    lock.take()
+    shutil.rmtree(folder)
+    with pytest.raises(FolderInUseError, match="run was removed while this run wrote to it"):
+        lock.beat()
+    assert not folder.exists()
 
 
 def take_it(folder: str, barrier, winners) -> None:
