@@ -10,7 +10,7 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from spurline.models import family_configs, family_names
+from spurline.models import family_configs, family_names, forget_family
 from spurline.registry import error_in_one_line
 
 GROUP = "spurline.plugins"
@@ -46,6 +46,7 @@ def _load(load: Callable[[], Any], who: str) -> list[str]:
         try:
             family_configs(family)
         except Exception as error:
+            forget_family(family)  # what else is wrong is looked for in all families
             problems.append(f"{who}: model family {family!r}: {error_in_one_line(error)}")
     return problems
 

@@ -113,6 +113,14 @@ def test_broken_plugin_is_one_line(write, install, capsys, tmp_path, text: str, 
         assert complaints(capsys, "configs", "--import", "my_plugin") == expected
 
 
+@pytest.mark.parametrize("command", ["configs deepseek_v3_debugmode", "train --config deepseek_v3_debugmode"])
+def test_broken_family_is_reported_with_what_else_is_wrong(write, capsys, command: str) -> None:
+    write("my_plugin.py", REGISTERS_A_FAMILY)
+    broken, misspelled = complaints(capsys, *command.split(), "--import", "my_plugin")[1:]
+    assert broken == "  --import my_plugin: model family 'mine': No module named 'my_family'"
+    assert "there is no preset 'deepseek_v3_debugmode'. Did you mean deepseek_v3_debugmodel?" in misspelled
+
+
 @pytest.mark.parametrize("command", WITH_IMPORT)
 def test_every_command_that_builds_models_loads_plugins(write, install, capsys, command: str) -> None:
     install("no_such_module")

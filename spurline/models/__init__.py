@@ -29,6 +29,10 @@ def register_family(name: str, package: str) -> None:
     register("model family", _FAMILIES, name, package)
 
 
+def forget_family(name: str) -> None:
+    del _FAMILIES[name]
+
+
 def family_names() -> list[str]:
     return sorted(_FAMILIES)
 
