@@ -24,6 +24,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 Reduction = Literal["same", "sum", "mean", "max", "min"]
 """How values are reduced over ranks; `same` is for a value that every rank already has, and is not communicated."""
@@ -114,7 +115,7 @@ def reduce_metrics(offered: Iterable[Offered], group: dist.ProcessGroup | None =
     if not ordered:
         return ReducedMetrics([], torch.empty(0))
     dtype = _exact_dtype(ordered[0].metric.value.device)
-    packed_N = torch.cat([one.metric.value.detach().flatten().to(dtype) for one in ordered])
+    packed_N = torch.cat([_plain(one.metric.value).flatten().to(dtype) for one in ordered])
     if group is not None and group.size() > 1:
         numels = [
             sum(one.metric.value.numel() for one in ordered if one.metric.reduction == reduction)
@@ -146,6 +147,12 @@ def _join(into: dict[str, Any], other: dict[str, Any]) -> None:
             _join(into[key], value)
         else:
             into.setdefault(key, value)
+
+
+def _plain(value: Tensor) -> Tensor:
+    """The full value, if it was computed from sharded parameters, such as the norm of one."""
+    value = value.detach()
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _exact_dtype(device: torch.device) -> torch.dtype:

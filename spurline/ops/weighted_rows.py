@@ -1,8 +1,8 @@
 """Rows that carry their routing weight in extra columns.
 
-T tokens, S rows that leave, R rows that arrive, D width, X = D + 16 bytes. A weight is sent inside its row, in the dtype
-of the rows, without a separate message: a float32 weight as the sum of three 16-bit numbers. Its gradient comes back in
-the same way.
+T tokens, S rows that leave, R rows that arrive, D width, X = D + 16 bytes. A weight is sent inside its row, in the
+dtype of the rows, without a separate message: a float32 weight as the sum of three 16-bit numbers. Its gradient comes
+back in the same way.
 
 Three numbers of bfloat16, which has the exponents of float32, are exact above 1e-33. With float16 the sum is off by at
 most 2**-25, the precision of its smallest numbers, and gradients beyond its largest number, 65504, are not finite, as

@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from spurline.comm.metrics import Metric, Offered, collect_metrics, reduce_metrics, reset_metrics
 from spurline.testing import RankPool
@@ -49,6 +51,19 @@ def reduced_on_rank(rank: int) -> tuple[dict[str, Any], Counter[str]]:
     with mock.patch.object(dist, "all_reduce", counted):
         reduced = reduce_metrics(collect_metrics(model_of(rank)), dist.group.WORLD)
         return reduced.read(), calls
+
+
+def norm_of_shards(rank: int) -> float:
+    weight = distribute_tensor(torch.arange(6.0), init_device_mesh("cpu", (2,)), [Shard(0)])
+    offered = [
+        Offered("norm", "", Metric(weight.norm(), "same")),
+        Offered("limit", "", Metric(torch.tensor(7.0), "max")),
+    ]
+    return reduce_metrics(offered, dist.group.WORLD).read()["norm"]
+
+
+def test_a_metric_of_a_sharded_parameter_is_that_of_the_whole(ranks: RankPool) -> None:
+    assert ranks.run(norm_of_shards, 2) == [pytest.approx(55**0.5)] * 2
 
 
 def test_ranks_reduce_all_metrics_in_one_collective(ranks: RankPool) -> None:

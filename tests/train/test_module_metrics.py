@@ -11,10 +11,12 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from spurline.comm.metrics import Metric
 from spurline.config import Data, Job, LRScheduler, Metrics, Parallelism, RunConfig, Training
+from spurline.models.common.attention import LatentAttention
+from spurline.models.deepseek_v3.model import DeepSeekV3
 from spurline.moe import MoEConfig, register_router
 from spurline.moe.router import Router
 from spurline.report.page import make_page
@@ -74,10 +76,20 @@ def make_config(folder: Path, num_ranks: int) -> RunConfig[Any]:
     )
 
 
+def norm_among_others(module: nn.Module) -> dict[str, Metric]:
+    """In the groups of an MoE layer's metrics, of modules that are none: the model itself, and its attention."""
+    norm = next(module.parameters()).detach().norm()
+    return {"routing/weight_norm": Metric(norm, "same"), "capacity/weight_norm": Metric(norm, "same")}
+
+
 def train_on_rank(rank: int, config: RunConfig[Any], num_ranks: int) -> list[list[Tensor]]:
     """What each layer saw, by layer and micro-batch."""
     SEEN.clear()
-    with mock.patch.dict(os.environ, {"WORLD_SIZE": str(num_ranks)}):
+    with (
+        mock.patch.dict(os.environ, {"WORLD_SIZE": str(num_ranks)}),
+        mock.patch.object(DeepSeekV3, "metrics", norm_among_others, create=True),
+        mock.patch.object(LatentAttention, "metrics", norm_among_others, create=True),
+    ):
         train("deepseek_v3", "deepseek_v3_debugmodel", config)
     return list(SEEN.values())
 
@@ -102,6 +114,9 @@ def test_metric_of_a_module_reaches_every_writer_and_the_report(
             sizes = [logit_TE.abs().mean().item() for logit_TE in logits]
             assert record["routing"][name]["logit_size"] == pytest.approx(sum(sizes) / num_ranks, rel=1e-6)
             assert record["routing"][name]["load"] >= 1, "those of the router itself are there too"
+        for group in ("routing", "capacity"):
+            assert record[group]["weight_norm"] > 0
+            assert record[group]["layers.0.attention"]["weight_norm"] > 0
         assert record["routed_tokens"] == 8 * 16 * len(LAYERS)
 
     page = make_page(read_runs([str(run)]))

@@ -105,3 +105,16 @@ def test_dropped_rows_are_told_with_the_factor_that_was_needed():
     assert step == 4
     assert warning.startswith("layers.1.moe: 1,234 rows found no place at their expert and were dropped")
     assert "the capacity factor is 1.25, this step needed 1.88" in warning
+
+
+def test_metrics_of_users_in_the_groups_of_layers_are_left_alone():
+    records = run(
+        2 * PATIENCE,
+        expert_load={"a": [9] * 8},
+        routing=routing(load=2.0, entropy=0.4)
+        | {"layers.0.attention": {"gate_norm": 1.0, "load": 9.0}, "of_model": 0.7},
+        capacity={"layers.0.attention": {"factor": 2.0}, "of_model": 0.7},
+    )
+    ((_, warning),) = told(TrainingHealth(), records)
+    assert warning.startswith("a: the router is collapsing")
+    assert told(TrainingHealth(), run(2 * PATIENCE, routing={"b": {"load": 9.0, "entropy": 0.1}})) == []

@@ -10,7 +10,7 @@ from spurline.device import peak_flops, peak_memory_bytes
 from spurline.moe.telemetry import counters
 from spurline.train.metrics.step_metrics import StepMetrics
 from spurline.train.metrics.throughput import Throughput
-from spurline.train.metrics.training_health import TrainingHealth
+from spurline.train.metrics.training_health import TrainingHealth, layers_with
 from spurline.train.metrics.writers import AllWriters
 from spurline.train.progress import Progress
 from spurline.train.validation import Validation
@@ -51,7 +51,7 @@ class MetricsLogger:
             loss=record["loss"],
             tokens_per_second=record["tokens_per_second"],
             memory_bytes=record["peak_memory_bytes"],
-            expert_load=max((layer["load"] for layer in record["routing"].values() if "load" in layer), default=None),
+            expert_load=max((own["load"] for _, own in layers_with(("load",), record["routing"])), default=None),
             validation_loss=record.get("validation_loss"),
             bits_per_byte=record.get("bits_per_byte"),
             grad_norm=record["grad_norm"],

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from spurline.train.metrics.loss_spikes import UsualLoss
@@ -76,8 +76,11 @@ class TrainingHealth:
 
     def _collapsing_routers(self, record: Mapping[str, Any]) -> list[str]:
         warnings = []
-        for layer, routing in (record.get("routing") or {}).items():
-            num_experts = len(record["expert_load"][layer])
+        loads = record.get("expert_load") or {}
+        for layer, routing in layers_with(("load", "entropy"), record.get("routing")):
+            if layer not in loads:
+                continue
+            num_experts = len(loads[layer])
             largest = num_experts / self._top_k
             near_largest = largest > 1 and routing["load"] >= NEAR_LARGEST_LOAD * largest
             uneven = num_experts > 1 and (routing["entropy"] < LOW_ENTROPY or near_largest)
@@ -93,8 +96,9 @@ class TrainingHealth:
 
     def _dropped_rows(self, record: Mapping[str, Any]) -> list[str]:
         warnings = []
-        for layer, capacity in (record.get("capacity") or {}).items():
-            dropped, factor, needed = (capacity[key] for key in ("dropped_rows", "factor", "needed_factor"))
+        names = "dropped_rows", "factor", "needed_factor"
+        for layer, capacity in layers_with(names, record.get("capacity")):
+            dropped, factor, needed = (capacity[name] for name in names)
             warnings += self._once(
                 f"dropped {layer}",
                 dropped > 0,
@@ -141,3 +145,10 @@ class TrainingHealth:
             f"the gradient was clipped {CLIPPED_LINES} times in a row (norm {norm:.3g}, --training.max_grad_norm"
             f" {limit:g}): every update has the length of the limit. Raise the limit, or lower --optimizer.lr",
         )
+
+
+def layers_with(names: tuple[str, ...], group: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The layers of a group of metrics that have all of these: modules of users may report others in the same group."""
+    for layer, metrics in (group or {}).items():
+        if isinstance(metrics, Mapping) and metrics.keys() >= set(names):
+            yield layer, metrics
