@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from spurline.files import append
 from spurline.train.metrics.tally import FailedStep, diverged
@@ -51,8 +52,14 @@ class BadSteps:
         """The gradient norms of the last step before it."""
         self._sizes: list[int] = []
         self._is_kept = torch.zeros((), dtype=torch.bool, device=trainer.device)
+        self._hook: RemovableHandle | None = None
         if isinstance(embedding := getattr(trainer.model, "embedding", None), nn.Module):
-            embedding.register_forward_hook(self._watch_input)
+            self._hook = embedding.register_forward_hook(self._watch_input)
+
+    def stop_watching(self) -> None:
+        """Leave the model to another trainer."""
+        if self._hook is not None:
+            self._hook.remove()
 
     def note_micro_batch(self, loss: Tensor) -> None:
         """Keep this rank's share of the loss of a micro-batch."""

@@ -79,6 +79,7 @@ def sweep(
     itself would start from: the newest checkpoint in its folder, a folder or base model that it names, or random ones.
     """
     trainer = make_trainer(config, world, draw_weights=False)
+    trainer.bad_steps.stop_watching()
     checkpoints = CheckpointManager(
         config.job.dump_folder,
         interval=1,
@@ -99,7 +100,10 @@ def sweep(
         else:
             initialize_parameters(trainer.model, config.training.seed, only_adapters=bool(config.lora.rank))
         weights_changed(trainer.model)
-        yield Trial(lr, list(_losses(_with_rate(trainer, lr, num_steps))), num_steps)
+        trying = _with_rate(trainer, lr, num_steps)
+        losses = list(_losses(trying))
+        trying.bad_steps.stop_watching()
+        yield Trial(lr, losses, num_steps)
 
 
 def _with_rate(trainer: Trainer, lr: float, num_steps: int) -> Trainer:

@@ -12,7 +12,9 @@ from spurline import config_io
 from spurline.cli import main
 from spurline.parallel.world import World
 from spurline.testing.tiny import tiny_model, tiny_run, write_words
+from spurline.train import rate_sweep
 from spurline.train.rate_sweep import Trial, rates_between, suggest, sweep
+from spurline.train.trainer import Trainer, make_trainer
 
 RATES = [1e-4, 1e-3, 1e-2, 1e-1]
 
@@ -83,6 +85,20 @@ def test_each_rate_begins_anew(config: Any) -> None:
     assert both[1].losses == alone[0].losses
     assert both[0].losses[0] == both[1].losses[0]
     assert both[0].losses[-1] != both[1].losses[-1]
+
+
+def test_trials_leave_no_hooks_on_the_model(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hook of an earlier trial would collect gradients in every step of the later ones."""
+    embeddings: list[Any] = []
+
+    def keeping_model(*args: Any, **options: Any) -> Trainer:
+        trainer = make_trainer(*args, **options)
+        embeddings.append(trainer.model.embedding)
+        return trainer
+
+    monkeypatch.setattr(rate_sweep, "make_trainer", keeping_model)
+    hooks = [len(embeddings[0]._forward_hooks) for _ in sweep(config, World.alone("cpu"), [1e-3, 1e-2], 1, print)]
+    assert hooks == [0, 0]
 
 
 def test_command_writes_a_page_and_no_run_folder(
