@@ -63,6 +63,9 @@ def convert(hint: Any, value: Any, where: str, problems: list[str]) -> Any:
         return value
     elif hint is float and type(value) is int and abs(value) < 2**63:
         return float(value)
+    elif hint is int and type(value) is int and not -(2**63) <= value < 2**63:
+        problems.append(f"{where or 'the content'}: {shown(value)} does not fit into 64 bits")
+        return None
     elif type(value) is hint:  # not isinstance, which accepts True as an int
         return value
     problems.append(f"{where or 'the content'}: {shown(value)} is not {expected(hint, none='null')}")

@@ -1,6 +1,7 @@
 from dataclasses import dataclass, field, replace
 
 import pytest
+import torch
 
 from spurline.config import (
     ActivationCheckpoint,
@@ -15,6 +16,7 @@ from spurline.config import (
     RunConfig,
     Training,
 )
+from spurline.data.mixture import shuffled
 from spurline.models.deepseek_v3.configs import deepseek_v3_debugmodel
 
 
@@ -51,6 +53,11 @@ def test_defaults_are_sound():
         ({"training": Training(global_batch_size=-2)}, "training.global_batch_size must be positive or -1, got -2"),
         ({"training": Training(max_grad_norm=-0.5)}, "training.max_grad_norm must be at least 0, got -0.5"),
         ({"training": Training(threads=-1)}, "training.threads must be at least 0, got -1"),
+        ({"training": Training(seed=10**20)}, f"training.seed must be between -2**63 and 2**63 - 1, got {10**20}"),
+        (
+            {"training": Training(seed=-(10**20))},
+            f"training.seed must be between -2**63 and 2**63 - 1, got {-(10**20)}",
+        ),
         ({"optimizer": Optimizer(lr=-1.0)}, "optimizer.lr must be at least 0, got -1.0"),
         ({"optimizer": Optimizer(beta1=1.0)}, "optimizer.beta1 must be in [0, 1), got 1.0"),
         ({"optimizer": Optimizer(beta2=-0.1)}, "optimizer.beta2 must be in [0, 1), got -0.1"),
@@ -112,6 +119,14 @@ def test_problem_names_its_option(sections, expected):
 def test_problems_of_all_sections_are_told():
     config = replace(deepseek_v3_debugmodel(), training=Training(steps=0, seq_len=0), debug=Debug(stop_after=-1))
     assert len(config.problems()) == 3
+
+
+@pytest.mark.parametrize("seed", [-(2**63), -1, 2**63 - 1])
+def test_each_seed_that_is_allowed_can_be_used(seed):
+    assert problems(training=Training(seed=seed)) == []
+    torch.manual_seed(seed)
+    torch.Generator().manual_seed(seed + 10**6)  # of a sample of text
+    assert sorted(shuffled(5, seed, (0,))) == [0, 1, 2, 3, 4]
 
 
 def test_compile_components_may_have_spaces():

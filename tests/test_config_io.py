@@ -34,7 +34,7 @@ def any_value(hint: Any) -> st.SearchStrategy[Any]:
         return st.lists(any_value(get_args(hint)[0]), max_size=3).map(tuple)
     finite = st.floats(allow_nan=False, allow_infinity=False)
     return {
-        int: st.integers(),
+        int: st.integers(-(2**63), 2**63 - 1),
         float: finite | st.sampled_from([1e-8, 0.1, 3e-4, 5e-324]),
         bool: st.booleans(),
         str: st.text(),
@@ -84,6 +84,7 @@ def test_everything_that_does_not_fit_is_told_at_once(tmp_path):
     content = saved(tmp_path)
     content["training"]["stepz"] = content["training"].pop("steps")
     content["training"]["dtype"] = "float8"
+    content["training"]["seed"] = 10**400
     content["compile"]["enable"] = 1
     content["optimizer"]["lr"] = "fast"
     content["model"]["moe"]["top_k"] = True
@@ -95,6 +96,7 @@ def test_everything_that_does_not_fit_is_told_at_once(tmp_path):
         "extra: no such option.",
         "training.stepz: no such option. Did you mean training.steps?",
         "training.steps is missing",
+        f"training.seed: 1{'0' * 36}... does not fit into 64 bits",
         'training.dtype: "float8" is not one of float32, bfloat16',
         'optimizer.lr: "fast" is not a number',
         "compile.enable: 1 is not true or false",
