@@ -14,6 +14,13 @@ def at_least(section: Any, **least: float) -> list[str]:
     ]
 
 
+def seed_problems(section: Any) -> list[str]:
+    """The error for a seed that torch might not take: below 2**64, after the number of a sample was added."""
+    if -(2**63) <= section.seed < 2**63:
+        return []
+    return [f"seed must be between -2**63 and 2**63 - 1, got {section.seed}"]
+
+
 def not_finite(section: Any) -> list[str]:
     """Errors for floats, at any depth, that are NaN or infinite: NaN would pass a range check."""
     found: list[str] = []

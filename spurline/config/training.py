@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from spurline.config.checks import at_least
+from spurline.config.checks import at_least, seed_problems
 from spurline.parameter_rules import ParameterRule, rule_problem
 from spurline.typed_json import ADDED_LATER
 
@@ -58,9 +58,7 @@ class Training:
 
     def problems(self) -> list[str]:
         found = at_least(self, steps=1, seq_len=1, local_batch_size=1, max_grad_norm=0, max_bad_steps=0, threads=0)
-        found += at_least(self, loss_spike_patience=1, max_step_backs=0, gc_freq=0)
-        if not -(2**63) <= self.seed < 2**63:
-            found.append(f"seed must be between -2**63 and 2**63 - 1, got {self.seed}")
+        found += at_least(self, loss_spike_patience=1, max_step_backs=0, gc_freq=0) + seed_problems(self)
         if self.global_batch_size == 0 or self.global_batch_size < -1:
             found.append(f"global_batch_size must be positive or -1, got {self.global_batch_size}")
         if self.mixed_precision_param == "bfloat16" and self.dtype == "float32":

@@ -16,6 +16,7 @@ import tyro
 
 from spurline import config_io
 from spurline.config import RunConfig
+from spurline.config.checks import seed_problems
 from spurline.config_io import ConfigError
 from spurline.models.common.sampling import Sampling
 from spurline.run_folders import find_run
@@ -80,7 +81,7 @@ class Command:
             for name in ("batch_size", "max_tokens")
             if getattr(self, name) < 1
         ]
-        found += [f"--{problem}" for problem in self.sampling.problems()]
+        found += [f"--{problem}" for problem in self.sampling.problems() + seed_problems(self)]
         if self.system and not self.chat:
             found.append("--system needs --chat")
         return found

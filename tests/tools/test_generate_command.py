@@ -177,6 +177,7 @@ X = ["--prompt", "x"]
         (["run", *X, "--top-p", "1.5"], "--top_p must be above 0 and at most 1, got 1.5"),
         (["run", *X, "--top-p", "nan"], "--top_p must be above 0 and at most 1, got nan"),
         (["run", *X, "--temperature", "-1"], "--temperature must be a number from 0 on, got -1.0"),
+        (["run", *X, "--seed", f"{10**20}"], f"--seed must be between .* - 1, got {10**20}"),
         (["run", *X, "--max-tokens", "0"], "--max_tokens must be at least 1, got 0"),
         (["run", *X, "--batch-size", "0"], "--batch_size must be at least 1, got 0"),
         (["run", *X, "--top-k", "few"], "--top-k: 'few' is not an integer"),
