@@ -4,9 +4,10 @@ T tokens, D width, F hidden width of the shared experts.
 """
 
 import math
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -96,7 +97,8 @@ class MoE(nn.Module):
             self.experts = make_experts(config, init_std, output_std)
             self.shared_experts = SharedExperts(config, init_std, output_std) if config.num_shared_experts else None
             self.dispatcher = make_dispatcher(config)
-        self.replica_group: ProcessGroup | None = None  # ranks that sum the gradients of router and shared experts
+        self.expert_group: ProcessGroup | None = None  # the ranks that experts are sharded over
+        self.sums_gradients = False  # of router and shared experts over these ranks
         self.sequence: SequenceParallel | None = None  # ranks that have the same sequences and split their positions
         self.sequence_ranks: tuple[int, list[int], list[int] | None] | None = None  # see `set_sequence_ranks`
         if dtype is not None:
@@ -111,6 +113,15 @@ class MoE(nn.Module):
         """
         for component in self.children():
             component.apply(reset)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy on the same ranks: it shares the process groups, which can't be copied."""
+        sequence_group = None if self.sequence is None else self.sequence.group
+        for group in (self.expert_group, sequence_group, getattr(self.router, "balance_group", None)):
+            memo[id(group)] = group
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        copied.__setstate__(deepcopy(self.__dict__, memo))
+        return copied
 
     def set_sequence_ranks(self, size: int, rank_P: list[int], context_rank_P: list[int] | None = None) -> None:
         """Set which of `size` shares of a sequence's positions each rank of the expert group works on.
@@ -137,8 +148,8 @@ class MoE(nn.Module):
 
     def _forward(self, x: Tensor, num_tokens_P: list[int] | None) -> Tensor:
         x_TD, router, shared_experts = x.reshape(-1, x.shape[-1]), self.router, self.shared_experts
-        if self.replica_group is not None:
-            router, shared_experts = self._replicated(self.replica_group)
+        if self.sums_gradients:
+            router, shared_experts = self._replicated()
         if not x.is_meta and torch.is_autocast_enabled(x.device.type):
             return self._forward_under_autocast(x_TD, x.shape, num_tokens_P, router, shared_experts)
         routing = router(x_TD, math.prod(x.shape[:-2]))
@@ -163,10 +174,13 @@ class MoE(nn.Module):
         with torch.autocast(device, enabled=False):
             return plan.combine(self.experts(rows)).view(shape)
 
-    def _replicated(self, group: ProcessGroup) -> tuple[Any, Any]:
-        """The router and the shared experts, called so that their gradients are summed over the group."""
-        shared_experts = None if self.shared_experts is None else partial(call_replicated, group, self.shared_experts)
-        return partial(call_replicated, group, self.router), shared_experts
+    def _replicated(self) -> tuple[Any, Any]:
+        """The router and the shared experts, called so that their gradients are summed over `expert_group`."""
+        assert self.expert_group is not None
+        router = partial(call_replicated, self.expert_group, self.router)
+        if self.shared_experts is None:
+            return router, None
+        return router, partial(call_replicated, self.expert_group, self.shared_experts)
 
     def _owns_shared_output(self) -> bool:
         """Whether nothing else can hold the shared experts' output: our own module returns a new tensor."""

@@ -56,7 +56,8 @@ def parallelize_moe(
     if sequence_group is not None:
         moe.sequence = SequenceParallel(sequence_group, [rank["sequence_rank"] for rank in everyone])
     balance_over(moe, *(balance or (group, sequence_group)))
-    moe.replica_group = group if reduce_gradients and group.size() > 1 else None
+    moe.expert_group = group
+    moe.sums_gradients = reduce_gradients and group.size() > 1
     # Split sizes are read from tensors, while tracing too.
     torch._dynamo.config.capture_scalar_outputs = True
     # Inductor would move the shared experts' backward before the exchange that it should overlap, to save some memory.

@@ -1,5 +1,6 @@
 """What parallelize_moe changes in a layer, and what it refuses: on every rank, so that none is left waiting."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -48,7 +49,14 @@ def parallelized(how: str) -> MoE:
         torch.manual_seed(0)
         moe.reset_parameters()
         return moe
-    whole, moe = parallelize_moe(layer_alone(), mesh), parallelize_moe(MoE(CONFIG), mesh)
+    whole = parallelize_moe(layer_alone(), mesh)
+    if how == "copied":
+        moe = copy.deepcopy(whole)
+        with torch.no_grad():
+            for parameter in whole.parameters():
+                parameter.zero_()
+        return moe
+    moe = parallelize_moe(MoE(CONFIG), mesh)
     moe.load_state_dict(whole.state_dict(), assign=True)
     return moe
 
@@ -70,12 +78,36 @@ def gradients_of_replaced_parameters(rank: int, how: str) -> list[tuple[torch.Te
     return replicated_gradients(rank, parallelized(how))
 
 
-@pytest.mark.parametrize("how", ["materialized", "assigned"])
+@pytest.mark.parametrize("how", ["materialized", "assigned", "copied"])
 def test_parameters_that_replace_others_get_the_gradient_of_all_ranks(ranks: RankPool, how: str) -> None:
     for gradients in ranks.run(gradients_of_replaced_parameters, 2, how):
         assert len(gradients) == 4
         for own, whole in gradients:
             torch.testing.assert_close(own, whole)
+
+
+def outputs_of_copies(rank: int, changes: dict[str, object]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a layer across ranks and its copy, which is made after a forward and then changed."""
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    config, x = dataclasses.replace(CONFIG, **changes), torch.randn(2, 4, CONFIG.dim)
+    model = torch.nn.Sequential(parallelize_moe(MoE(config), mesh, sequence=mesh, reduce_gradients=False))
+    y = model(x)
+    copied = copy.deepcopy(model)
+    assert copied[0].dispatcher is not model[0].dispatcher
+    assert torch.equal(copied(x), y)
+    copied[0].router.expert_bias_E.fill_(9.0)
+    return model(x), y
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"force_load_balance": True}, {"dispatcher": "capacity", "aux_loss": "batch"}, {"aux_loss": "sequence"}],
+    ids=str,
+)
+def test_a_copy_across_ranks_shares_nothing_but_groups(ranks: RankPool, changes: dict[str, object]) -> None:
+    for again, before in ranks.run(outputs_of_copies, 2, changes):
+        assert torch.equal(again, before)
 
 
 def gradients_after_unfreezing(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -1,4 +1,5 @@
 import copy
+import pickle
 
 import pytest
 import torch
@@ -124,6 +125,19 @@ class TestFusedWeights:
         with torch.no_grad():
             getattr(experts, name)[1].mul_(-2)
         self.check(experts)
+
+    def test_copies_and_pickles_are_without_them(self) -> None:
+        experts = make()
+        size_before = len(pickle.dumps(experts))
+        self.check(experts)
+        assert len(pickle.dumps(experts)) == size_before
+        for copied in (copy.deepcopy(experts), pickle.loads(pickle.dumps(experts))):
+            assert copied.fused_weights.key is None
+            with torch.no_grad():
+                copied.w1_EFD.mul_(2)
+            self.check(copied)
+        self.check(experts)
+        assert telemetry.counters()["fused_weights.hits"] == 1  # the original's
 
     @pytest.mark.parametrize("name", ["w1_EFD", "w3_EFD", "w2_EDF"])
     def test_a_new_tensor_is_noticed(self, name: str) -> None:

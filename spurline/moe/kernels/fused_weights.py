@@ -3,6 +3,8 @@
 e experts, D width, F hidden width.
 """
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -32,6 +34,10 @@ class FusedWeights:
 
     def __init__(self) -> None:
         self.clear()
+
+    def __reduce__(self) -> tuple[type[FusedWeights], tuple[()]]:
+        """A copy or a pickle of experts is without the cache, which belongs to the memory of the original's weights."""
+        return FusedWeights, ()
 
     def clear(self) -> None:
         self.key: tuple[object, ...] | None = None
