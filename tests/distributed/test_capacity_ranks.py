@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from spurline import MoE, MoEConfig, parallelize_moe
 from spurline.comm.metrics import collect_metrics, reduce_metrics
-from spurline.moe.dispatch.capacity import capacity, take_capacity_metrics
+from spurline.moe.dispatch.capacity import apply_capacity_metrics, capacity
 from spurline.moe.reference import reference_choice, reference_moe, reference_scores
 from spurline.testing import RankPool
 from spurline.testing.equivalence import relative_error
@@ -144,7 +144,7 @@ def run_growth(rank: int) -> list[tuple[float, float]]:
     for _ in range(2):
         moe(make_input(11, rank)[0]).sum().backward()
         record = reduce_metrics(collect_metrics(moe), dist.group.WORLD).read()
-        take_capacity_metrics(moe, record)
+        apply_capacity_metrics(moe, record)
         found.append((record["capacity"]["factor"], record["capacity"]["dropped_rows"]))
     return found
 

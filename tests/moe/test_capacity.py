@@ -16,11 +16,11 @@ from spurline.comm.metrics import collect_metrics, reduce_metrics
 from spurline.moe import telemetry
 from spurline.moe.dispatch.capacity import (
     CapacityDispatcher,
+    apply_capacity_metrics,
     capacity,
     capacity_factors,
     grown,
     restore_capacity_factors,
-    take_capacity_metrics,
 )
 from spurline.moe.dispatch.plan import ExpertRanks
 from spurline.moe.reference import reference_choice, reference_moe, reference_scores
@@ -188,7 +188,7 @@ def test_without_overflow_the_layer_equals_the_reference_and_the_default_dispatc
 
 def read_metrics(moe: MoE) -> dict[str, Any]:
     record = reduce_metrics(collect_metrics(moe)).read()
-    take_capacity_metrics(moe, record)
+    apply_capacity_metrics(moe, record)
     return record["capacity"]
 
 

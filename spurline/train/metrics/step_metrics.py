@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from spurline.comm.metrics import Metric, Offered, collect_metrics, join_records, reduce_metrics
-from spurline.moe.dispatch.capacity import take_capacity_metrics
+from spurline.moe.dispatch.capacity import apply_capacity_metrics
 from spurline.parallel.mesh import Meshes
 from spurline.train.metrics.tally import StepTally
 
@@ -43,7 +43,7 @@ class StepMetrics:
         if meshes is not None and meshes.pp is not None:
             record = join_records(record, reduced.reductions(), meshes.pp.get_group())
         self.tally.take(record)
-        take_capacity_metrics(self.model, record)
+        apply_capacity_metrics(self.model, record)
         return {
             "step": self.step,
             "lr": self.lr,
