@@ -18,6 +18,7 @@ from spurline.simulate.compiled import CompiledGraphs
 from spurline.simulate.device import DEVICE
 from spurline.simulate.memory import KEPT, Allocation
 from spurline.simulate.recorder import HostAccess, Recorder
+from spurline.simulate.routing import RoutingModel
 from spurline.simulate.run import Simulation, simulate_step
 from spurline.train.metrics.step_metrics import StepMetrics
 from spurline.train.trainer import Trainer
@@ -53,7 +54,9 @@ class Audit:
         return self.simulation.config
 
 
-def audit_step(config: RunConfig[Any], num_ranks: int, hardware: Hardware) -> Audit:
+def audit_step(
+    config: RunConfig[Any], num_ranks: int, hardware: Hardware, routing: RoutingModel | None = None
+) -> Audit:
     """Take a step, log it, and run a compiled model on two more sequence lengths, as an accelerator would."""
     by_length: list[int] = []
 
@@ -64,7 +67,7 @@ def audit_step(config: RunConfig[Any], num_ranks: int, hardware: Hardware) -> Au
             with recorder.in_phase(LENGTHS):
                 by_length.extend(run_other_lengths(trainer, recorder.graphs))
 
-    done = simulate_step(config, num_ranks, hardware, after_step=after_step, warm_up=True)
+    done = simulate_step(config, num_ranks, hardware, routing, after_step=after_step, warm_up=True)
     first = done.graphs.num_graphs - sum(by_length)
     return Audit(done, layer_rows(done), [first, *by_length])
 

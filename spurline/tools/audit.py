@@ -17,7 +17,7 @@ from spurline.simulate.budget import Budget
 from spurline.tools.console import complain, gib, human
 from spurline.tools.options import resolve_command
 from spurline.tools.parsing import described
-from spurline.tools.simulation import SimulationCommand, command_problems, config_of, hardware_of
+from spurline.tools.simulation import SimulationCommand, command_problems, config_of, hardware_of, routing_of
 
 if TYPE_CHECKING:
     from spurline.simulate.audit import Audit, LayerRow
@@ -73,7 +73,7 @@ def main(argv: list[str]) -> int:
 def _audit(command: Command[Any]) -> int:
     from spurline.simulate.audit import audit_step, violations
 
-    audit = audit_step(config_of(command), command.ranks, hardware_of(command))
+    audit = audit_step(config_of(command), command.ranks, hardware_of(command), routing_of(command))
     found = violations(audit, command.budget) if command.check else []
     if command.json:
         print(json.dumps(_as_json(audit) | {"violations": found}))

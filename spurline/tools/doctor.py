@@ -181,7 +181,7 @@ def _accelerators() -> list[Finding]:
     findings = []
     for index in range(torch.accelerator.device_count()):
         device = torch.device(kind.type, index)
-        name = torch.get_device_module(device).get_device_name(device)
+        name = "Apple GPU" if kind.type == "mps" else torch.get_device_module(device).get_device_name(device)
         peak = peak_flops(device, torch.bfloat16)
         known = f"{peak / 1e12:.0f} TFLOP/s in bfloat16" if peak else "peak FLOP/s unknown, so MFU is not reported"
         findings.append(Finding(str(device), True, f"{name}, {known}"))

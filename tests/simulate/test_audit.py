@@ -17,6 +17,7 @@ from spurline.models.common.feed_forward import FeedForward
 from spurline.moe.layer import MoE
 from spurline.simulate.audit import Audit, audit_step, violations, waits
 from spurline.simulate.budget import Budget
+from spurline.simulate.routing import zipf
 from spurline.testing.tiny import tiny_model
 from spurline.train.trainer import Trainer
 
@@ -51,6 +52,12 @@ def plant(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, before: Calla
 
 def test_a_generous_budget_is_kept() -> None:
     assert violations(audit(), ANYTHING) == []
+
+
+def test_hot_experts_keep_more_for_backward() -> None:
+    hot = audit_step(CONFIG, 8, H100, zipf(2.0, MODEL.moe.num_experts))
+    kept, kept_if_balanced = (sum(row.kept_bytes for row in found.layers) for found in (hot, audit()))
+    assert kept > 1.2 * kept_if_balanced
 
 
 def test_an_item_in_a_layer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
