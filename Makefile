@@ -1,5 +1,5 @@
 # make train: install and train a small MoE.   make test: install and run all checks.
-# TORCH: another PyTorch, as words for pip: make train TORCH="torch --index-url https://download.pytorch.org/whl/cu130".
+# TORCH: another PyTorch, as words for pip: make train TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cu130".
 # By default it is a CPU build of the version that the measurements in docs/ were made with. See docs/install.md.
 PYTHON ?= python3
 CPU_WHEELS ?= https://download.pytorch.org/whl/cpu
