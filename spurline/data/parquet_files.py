@@ -46,11 +46,9 @@ def parquet_rows(
                     yield row, {name: next(values) for name, values in columns.items()}
                 row = begin + batch.num_rows
                 advance(int(row * bytes_per_row) - int(begin * bytes_per_row))
-    except pyarrow.ArrowException as error:
-        first_line = str(error).partition("\n")[0]
-        raise ValueError(f"{where}: can't be read as Parquet after row {row}: {first_line}") from None
-    except OSError as error:
-        raise ValueError(f"{where}: can't be read after row {row}: {error.strerror or error}") from None
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError, IndexError) as error:
+        reason = str(getattr(error, "strerror", None) or error).partition("\n")[0]
+        raise ValueError(f"{where}: can't be read as Parquet after row {row}: {reason}") from None
 
 
 def _checked_texts(table: Any, names: Sequence[str], where: str) -> list[str]:

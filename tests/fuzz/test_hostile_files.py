@@ -14,6 +14,8 @@ import shutil
 import struct
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 import version1_checkpoints as version1
@@ -23,6 +25,7 @@ from torch import nn
 from spurline import config_io
 from spurline.config import Data
 from spurline.data.formats import Document
+from spurline.data.parquet_files import parquet_rows
 from spurline.data.picture_files import picture_size, read_lines, read_picture
 from spurline.data.prepare import prepare
 from spurline.data.prepared_index import load_index
@@ -223,6 +226,21 @@ class Prepared(Parser):
             data.train.take([window])
 
 
+class Parquet(Parser):
+    """A table of conversations, and of texts."""
+
+    def make(self):
+        messages = [{"role": "user", "content": "ab" * 50}, {"role": "tool", "content": None}]
+        rows = [{"messages": messages if n % 7 else None, "text": f"\u00e9{n % 3}"} for n in range(300)]
+        table = pyarrow.Table.from_pylist(rows)
+        pyarrow.parquet.write_table(table, self.folder / "a.parquet", compression="none", row_group_size=100)
+        return ["a.parquet"]
+
+    def read(self):
+        path = str(self.folder / "a.parquet")
+        assert all(set(row) <= {"messages", "text"} for _, row in parquet_rows(path, ["messages", "text"]))
+
+
 class Safetensors(Parser):
     def make(self):
         for file, name in (("a.safetensors", "x"), ("b.safetensors", "y")):
@@ -317,7 +335,7 @@ PARSERS = {
     parser.__name__: parser
     for parser in (
         *(Report, LargeReport, Runs, ResumedMetrics, Record, Metadata, Version1),
-        *(Prepared, Safetensors, Config, Tokenizer, Pictures, BadSteps, Failures),
+        *(Prepared, Parquet, Safetensors, Config, Tokenizer, Pictures, BadSteps, Failures),
     )
 }
 
