@@ -230,8 +230,8 @@ class Parquet(Parser):
     """A table of conversations, and of texts."""
 
     def make(self):
-        messages = [{"role": "user", "content": "ab" * 50}, {"role": "tool", "content": None}]
-        rows = [{"messages": messages if n % 7 else None, "text": f"\u00e9{n % 3}"} for n in range(300)]
+        chats = [[{"role": "user", "content": "ab" * n}, {"role": "tool", "content": None}] for n in range(300)]
+        rows = [{"messages": chat if n % 7 else None, "text": f"\u00e9{n % 3}"} for n, chat in enumerate(chats)]
         table = pyarrow.Table.from_pylist(rows)
         pyarrow.parquet.write_table(table, self.folder / "a.parquet", compression="none", row_group_size=100)
         return ["a.parquet"]
