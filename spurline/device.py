@@ -106,11 +106,13 @@ def can_skip_fused_adamw(device: torch.device) -> bool:
 def has_grouped_mm_kernel(device: str, dtype: torch.dtype) -> bool:
     """Whether PyTorch's grouped matmul is one kernel for devices of this type, and not a loop that waits for offsets.
 
-    It is for bfloat16 on NVIDIA's compute capabilities 9.x and 10.x, and with ROCm. If there is no device to query, as
-    in a plan for another machine, it is assumed to be one of these.
+    It is for bfloat16 on NVIDIA's compute capabilities 9.x and 10.x, and with ROCm if a variable of PyTorch turns it on
+    (pytorch#170159). If there is no device to query, as in a plan for another machine, it is assumed to be a kernel.
     """
     if device != "cuda" or dtype != torch.bfloat16:
         return False
+    if torch.version.hip:
+        return os.environ.get("ROCM_ALLOW_GROUP_GEMM_CK") == "1"
     return _compute_capability() in (None, 9, 10)
 
 

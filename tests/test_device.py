@@ -154,6 +154,15 @@ def test_grouped_matmul_is_a_kernel_for_bfloat16_on_some_devices(
     assert not device.has_doubtful_grouped_mm("xpu")
     monkeypatch.setattr(experts, "HAS_TRITON", True)
     assert next(iter(verdicts(Work("swiglu", GPU, torch.bfloat16, 64, 32)))) == chosen
-    monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert next(iter(verdicts(Work("swiglu", GPU, torch.bfloat16, 64, 32)))) == "grouped_mm"
     assert not device.has_grouped_mm_kernel("xpu", torch.bfloat16)
+
+
+@pytest.mark.parametrize(("allowed", "chosen"), [("", "triton"), ("0", "triton"), ("1", "grouped_mm")])
+def test_grouped_matmul_is_a_kernel_on_rocm_if_pytorch_is_told_so(
+    monkeypatch: pytest.MonkeyPatch, allowed: str, chosen: str
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.2")
+    monkeypatch.setattr(experts, "HAS_TRITON", True)
+    monkeypatch.setenv("ROCM_ALLOW_GROUP_GEMM_CK", allowed)
+    work = Work("swiglu", GPU, torch.bfloat16, 64, 32)
+    assert max(verdicts(work), key=lambda name: verdicts(work)[name].score) == chosen
