@@ -177,7 +177,7 @@ def read_data():
     time.sleep(600)
 with Guard(World.alone("cpu"), Claim(Path(sys.argv[1]), job="a"), 1, Progress(2, enabled=False)) as guard:
     guard.own_folder(trainer)
-    print(guard.watchdog.on_beat.__self__.path.read_text())
+    print(Path(sys.argv[1], "run.lock").read_text())
     guard.watchdog.mark(1, STEP)
     guard.watchdog.mark(2, STEP)
     read_data()
