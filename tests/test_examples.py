@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from unittest import mock
@@ -22,7 +23,7 @@ from spurline.cli import main
 from spurline.moe import MoE, MoEConfig, registry
 from spurline.moe.reference import reference_choice
 from spurline.testing.equivalence import errors_between, layer_results, reference_results
-from spurline.testing.verification.cells import Cell
+from spurline.testing.verification.cells import TINY_MODEL, Cell, cell_problems
 
 ROOT = Path(__file__).parent.parent
 PACK = ROOT / "examples/my_moe_pack"
@@ -91,6 +92,15 @@ def test_parameters_of_the_family_are_as_many_as_its_config_says() -> None:
     model = models.family_configs("my_moe")["my_moe_tiny"]().model
     with torch.device("meta"):
         assert sum(p.numel() for p in model.build().parameters()) == model.num_params()
+
+
+@pytest.mark.parametrize(
+    ("backend", "can_round"), [("gathered", False), ("stream", False), ("loop", True), ("auto", True)]
+)
+def test_verify_leaves_8_bit_cells_out_for_kernels_that_can_not_round(backend: str, can_round: bool) -> None:
+    model = replace(TINY_MODEL, moe=replace(TINY_MODEL.moe, experts_backend=backend))
+    assert (cell_problems(Cell(2, ep=2, precision="float8"), model) == []) is can_round
+    assert cell_problems(Cell(2, ep=2), model) == []
 
 
 @pytest.mark.parametrize(

@@ -231,6 +231,17 @@ def reference_config(config: RunConfig[Any], micro_batches: int = 1) -> RunConfi
     )
 
 
+def computes_experts_as_a_whole(experts_backend: str) -> bool:
+    """Whether a kernel, which may be the user's, has no matmul whose operands could be rounded."""
+    if experts_backend in ("auto", "loop", "grouped_mm", "bmm"):
+        return False
+    if experts_backend in ("stream", "triton"):
+        return True
+    from spurline.moe.kernels.choose import kernel_named
+
+    return not kernel_named(experts_backend).multiplies
+
+
 def cell_problems(cell: Cell, model: Any) -> list[str]:
     """Why this model can't be trained or compared in this cell; empty if it can."""
     found: list[str] = []
@@ -246,7 +257,7 @@ def cell_problems(cell: Cell, model: Any) -> list[str]:
     if isinstance(moe, MoEConfig):
         if moe.experts_backend == "bmm" and not (moe.force_load_balance and cell.compile == "off"):
             found.append("experts_backend bmm needs forced balance, without compile")
-        if moe.experts_backend in ("stream", "triton") and cell.precision != "none":
+        if cell.precision != "none" and not found and computes_experts_as_a_whole(moe.experts_backend):
             found.append(f"experts_backend {moe.experts_backend} does not round operands, as {cell.precision} does")
         if moe.experts_backend == "triton" and find_spec("triton") is None:
             found.append("experts_backend triton needs Triton (pip install 'spurline[triton]')")
