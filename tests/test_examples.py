@@ -23,7 +23,7 @@ from spurline.cli import main
 from spurline.moe import MoE, MoEConfig, registry
 from spurline.moe.reference import reference_choice
 from spurline.testing.equivalence import errors_between, layer_results, reference_results
-from spurline.testing.verification.cells import TINY_MODEL, Cell, cell_problems
+from spurline.testing.verification.cells import TINY_MODEL, Cell, cell_problems, keep_given
 
 ROOT = Path(__file__).parent.parent
 PACK = ROOT / "examples/my_moe_pack"
@@ -99,8 +99,9 @@ def test_parameters_of_the_family_are_as_many_as_its_config_says() -> None:
 )
 def test_verify_leaves_8_bit_cells_out_for_kernels_that_can_not_round(backend: str, can_round: bool) -> None:
     model = replace(TINY_MODEL, moe=replace(TINY_MODEL.moe, experts_backend=backend))
-    assert (cell_problems(Cell(2, ep=2, precision="float8"), model) == []) is can_round
-    assert cell_problems(Cell(2, ep=2), model) == []
+    in_8_bits, usual = (keep_given(Cell(2, ep=2, precision=p), {"experts_backend"}) for p in ("float8", "none"))
+    assert (cell_problems(in_8_bits, model) == []) is can_round
+    assert cell_problems(usual, model) == []
 
 
 @pytest.mark.parametrize(

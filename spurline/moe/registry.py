@@ -31,6 +31,8 @@ KERNELS: dict[str, Any] = {
     "grouped_mm": "spurline.moe.kernels.grouped_mm:GroupedMMKernel",
     "loop": "spurline.moe.kernels.loop:LoopKernel",
 }
+BUILT_IN_KERNELS = tuple(KERNELS)
+"""Those that `auto` chooses from: what users register later is chosen by name."""
 
 
 def register_router(name: str, make: Callable[..., Any] | str) -> None:

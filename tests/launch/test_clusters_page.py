@@ -28,5 +28,5 @@ def test_commands_write_the_files_that_are_submitted(
             assert program in ("sbatch", "kubectl")
             assert (tmp_path / words[-1]).is_file(), line
     made = sorted(path.suffix for path in tmp_path.iterdir())
-    expected = {"start": ([".sbatch", ".sh", ".yaml"], [4]), "slurm": ([".sbatch"], []), "kubernetes": ([".yaml"], [])}
+    expected = {"start": ([".sh"], [4]), "slurm": ([".sbatch"], []), "kubernetes": ([".yaml"], [])}
     assert (made, started) in expected.values()

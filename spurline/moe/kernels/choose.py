@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from spurline.moe.kernels.kernel import FunctionKernel, Kernel, Verdict, Work
-from spurline.moe.registry import KERNELS
+from spurline.moe.registry import BUILT_IN_KERNELS, KERNELS
 from spurline.ops.skinny_matmul import LARGE, most_skinny_rows
 from spurline.registry import resolve
 
@@ -40,7 +40,7 @@ def kernel_named(name: str) -> Kernel:
 
 def load_kernels(wanted: str = "auto") -> None:
     """Import all built-in kernels and the wanted one now, so that nothing is imported while a graph is traced."""
-    for name in OURS if wanted == "auto" else (*OURS, wanted):
+    for name in BUILT_IN_KERNELS if wanted == "auto" else (*BUILT_IN_KERNELS, wanted):
         kernel_named(name)
 
 
@@ -55,7 +55,7 @@ def choose_kernel(work: Work, wanted: str = "auto") -> Kernel:
 def _choose(work: Work, wanted: str) -> Kernel:
     if wanted == "auto":
         best, highest = None, -1
-        for name in OURS:
+        for name in BUILT_IN_KERNELS:
             score = verdict_of(kernel_named(name), work).score
             if score > highest:
                 best, highest = kernel_named(name), score
@@ -75,13 +75,9 @@ def verdict_of(kernel: Kernel, work: Work) -> Verdict:
     return kernel.suits(work)
 
 
-OURS = tuple(KERNELS)
-"""The kernels that `auto` chooses from."""
-
-
 def verdicts(work: Work) -> dict[str, Verdict]:
     """Each kernel's verdict on this work, best first."""
-    found = {name: verdict_of(kernel_named(name), work) for name in OURS}
+    found = {name: verdict_of(kernel_named(name), work) for name in BUILT_IN_KERNELS}
     return dict(sorted(found.items(), key=lambda item: -item[1].score))
 
 
