@@ -133,9 +133,14 @@ def _compute_capability() -> int | None:
 TRITON_TARGETS = {
     "sm_80": ("cuda", 80, 32),
     "sm_86": ("cuda", 86, 32),
+    "sm_89": ("cuda", 89, 32),
     "sm_90": ("cuda", 90, 32),
     "sm_100": ("cuda", 100, 32),
+    "sm_103": ("cuda", 103, 32),
+    "sm_120": ("cuda", 120, 32),
+    "gfx90a": ("hip", "gfx90a", 64),
     "gfx942": ("hip", "gfx942", 64),
+    "gfx950": ("hip", "gfx950", 64),
 }
 """The architectures that our kernels have tile sizes for, as Triton's backend, architecture and warp size."""
 
