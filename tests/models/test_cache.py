@@ -80,7 +80,7 @@ PROMPTS = [[7], [3, 1, 4, 1, 5, 9, 2, 6, 5], [11, 12, 13, 14]]
 
 def built(config: Any) -> Decoder:
     model = config.build()
-    initialize(model, 0)
+    initialize(model, 2)  # each of these models writes many tokens with this seed
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1:  # far from uniform attention, and tokens that depend on more than the one before
@@ -111,7 +111,7 @@ def likeliest_tokens(model: Decoder, prompt: list[int], num_tokens: int, max_con
 @torch.no_grad()
 def test_cached_tokens_are_those_of_each_text_read_alone_and_anew(model, max_context):
     expected = [likeliest_tokens(model, prompt, 20, max_context) for prompt in PROMPTS]
-    assert len({token for tokens in expected for token in tokens}) > 4
+    assert len({token for tokens in expected for token in tokens}) > 10
     options = {"sampling": GREEDY, "max_context": max_context}
     assert generate(model, PROMPTS, 20, **options) == expected
     assert generate(model, PROMPTS, 20, cached=False, **options) == expected
