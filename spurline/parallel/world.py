@@ -60,6 +60,11 @@ class World:
         """The ranks that have the same layers; each works on its own tokens."""
         return self.meshes.stage_group if self.meshes is not None else None
 
+    @property
+    def pipeline_group(self) -> dist.ProcessGroup | None:
+        """The ranks of one pipeline, which have different layers; None without stages."""
+        return self.meshes.pp.get_group() if self.meshes is not None and self.meshes.pp is not None else None
+
     def sum_over_data(self, value: Tensor) -> Tensor:
         """Sum over the ranks that read different sequences; ranks that share sequences have the same value."""
         return self._sum(value, self.meshes.batch_group) if self.meshes is not None else value

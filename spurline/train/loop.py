@@ -151,7 +151,7 @@ class TrainingLoop:
             self.trainer.tally.read()
             self.position = self.trainer.position_after(step)
             extra = {**self.position.stored(), "validation_loss": loss, "run": self.trainer.fingerprint()}
-            if factors := capacity_factors(self.trainer.model):
+            if factors := capacity_factors(self.trainer.model, self.trainer.world.pipeline_group):
                 extra["capacity_factors"] = factors
             extra |= self.trainer.base
             self.checkpoints.save(step, self.trainer.model, self.trainer.optimizer, extra)

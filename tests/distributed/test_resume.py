@@ -25,6 +25,7 @@ from spurline.testing import RankPool
 from spurline.testing.params import slow_but
 from spurline.testing.tiny import tiny_model
 from spurline.train import run as run_module
+from spurline.train.checkpoint.folder import CheckpointFolder
 from spurline.train.checkpoint.writer import ChecksummedStream
 from spurline.train.metrics.step_metrics import StepMetrics
 from spurline.train.run import train
@@ -32,7 +33,17 @@ from spurline.train.trainer import Trainer, make_trainer
 
 SEQUENCES = 8
 # What a run repeats exactly; the others are time and memory.
-REPEATABLE = ("step", "loss", "balance_loss", "grad_norm", "lr", "expert_load", "tokens_seen", "validation_loss")
+REPEATABLE = (
+    "step",
+    "loss",
+    "balance_loss",
+    "grad_norm",
+    "lr",
+    "expert_load",
+    "capacity",
+    "tokens_seen",
+    "validation_loss",
+)
 
 
 class Layout(NamedTuple):
@@ -163,6 +174,16 @@ def test_a_run_that_sigterm_has_stopped_goes_on_bit_for_bit(
     ranks: RankPool, text: str, tmp_path: Path, name: str, async_mode: str
 ) -> None:
     check_resume(ranks, LAYOUTS[name], make_config(text, tmp_path, LAYOUTS[name], async_mode=async_mode), tmp_path)
+
+
+def test_capacity_that_grew_on_a_later_stage_goes_on_bit_for_bit(ranks: RankPool, text: str, tmp_path: Path) -> None:
+    """The rank that writes the checkpoint has only the dense layer, so it doesn't know the factor itself."""
+    config = make_config(text, tmp_path, layout := Layout(2, pp=2))
+    moe = replace(config.model.moe, dispatcher="capacity", capacity_factor=0.5, overflow="grow")
+    check_resume(ranks, layout, replace(config, model=replace(config.model, moe=moe)), tmp_path)
+    factors = CheckpointFolder(tmp_path / "stopped").record(4).extra["capacity_factors"]
+    assert list(factors) == ["layers.1.moe"]
+    assert factors["layers.1.moe"] > 0.5
 
 
 @pytest.mark.parametrize("name", ["alone", pytest.param("ep2", marks=pytest.mark.slow)])

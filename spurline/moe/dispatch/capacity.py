@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 
 from spurline.comm.conservation import as_label
 from spurline.comm.exchange import Departure, InFlight, exchange_rows
-from spurline.comm.metrics import Metric
+from spurline.comm.metrics import Metric, join_records
 from spurline.moe.config import MoEConfig
 from spurline.moe.dispatch.aligned import round_up
 from spurline.moe.dispatch.all_to_all import ExchangePlan, Route, route_to_parts
@@ -202,10 +202,14 @@ def apply_capacity_metrics(model: nn.Module, record: Mapping[str, Any]) -> None:
         dispatcher.apply_metrics(by_layer[layer] if layer else by_layer)
 
 
-def capacity_factors(model: nn.Module) -> dict[str, float]:
-    """The capacity factors of layers that may grow, for a checkpoint."""
+def capacity_factors(model: nn.Module, pipeline: ProcessGroup | None = None) -> dict[str, float]:
+    """The capacity factors of layers that may grow, for a checkpoint.
+
+    `pipeline`: the ranks that hold the stages of the model. All of them call this together and get the factors of all.
+    """
     found = capacity_dispatchers(model).items()
-    return {layer: dispatcher.factor for layer, dispatcher in found if dispatcher.config.overflow == "grow"}
+    own = {layer: dispatcher.factor for layer, dispatcher in found if dispatcher.config.overflow == "grow"}
+    return own if pipeline is None else join_records(own, {}, pipeline)
 
 
 def restore_capacity_factors(model: nn.Module, factors: object) -> None:
