@@ -18,6 +18,7 @@ from spurline.config import ActivationCheckpoint, Compile, Parallelism, RunConfi
 from spurline.data.batch import Batch
 from spurline.models.common.init import initialize_parameters
 from spurline.moe.balance import set_token_weight
+from spurline.moe.dispatch.capacity import restore_capacity_factors
 from spurline.train.bad_steps import BAD_STEPS_FILE
 from spurline.train.checkpoint.folder import CheckpointFolder
 from spurline.train.checkpoint.manager import CheckpointManager
@@ -75,9 +76,12 @@ def replay(
     if step - 1 > start.step and not direct:
         say(f"taking steps {start.step + 1} to {step - 1}")
         for number in range(start.step + 1, step):
-            loss = trainer.step(number).loss.item()
+            metrics = trainer.step(number)
+            loss = metrics.loss.item()
             if not math.isfinite(loss):
                 say(f"step {number}: the loss is {loss}, and its update is left out")
+            if number % config.metrics.log_interval == 0:
+                metrics.read()  # which lets capacities grow, as in the run
     recorded = recorded or RecordedStep(
         step,
         trainer.first_sequence(step),
@@ -115,6 +119,7 @@ def load(trainer: Trainer, checkpoints: CheckpointManager, step: int, say: Calla
     extra = checkpoints.load(step, trainer.model, trainer.optimizer)
     check_fingerprint(extra.get("run"), trainer.fingerprint(), step, allow_changes=True, say=say)
     checkpoints.restore_random(step, trainer.config.training.seed)
+    restore_capacity_factors(trainer.model, extra.get("capacity_factors"))
     return stored_position(step, extra, trainer.global_batch_size, None)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from spurline.moe.dispatch.capacity import restore_capacity_factors
 from spurline.train.bad_steps import record_step
 from spurline.train.checkpoint.manager import CheckpointManager
 from spurline.train.checkpoint.ranks import Ranks
@@ -70,6 +71,7 @@ def step_back(
     weights_changed(trainer.model)
     step, extra = loaded
     checkpoints.restore_random(step, trainer.config.training.seed)
+    restore_capacity_factors(trainer.model, extra.get("capacity_factors"))
     position = Position(step, extra["tokens_seen"], extra["sequences_seen"])
     skipped = reached.sequences_seen - position.sequences_seen
     if trainer.config.training.loss_spike_skip_data:

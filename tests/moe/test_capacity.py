@@ -245,9 +245,13 @@ def test_growth_happens_when_metrics_are_read_and_not_before() -> None:
     resumed = make_layer(moe.config)
     restore_capacity_factors(resumed, capacity_factors(moe))
     assert resumed.dispatcher.factor == moe.dispatcher.factor
-    for nonsense in (None, [], {"": "much"}, {"other": 3.0}, {"": 1e9}):
-        restore_capacity_factors(fresh := make_layer(moe.config), nonsense)
-        assert fresh.dispatcher.factor in (0.75, 3.0)  # E / K is always enough
+    for stored, expected in ((1.5, 1.5), (0.5, 0.75), (1e9, 3.0), ("much", 0.75), (float("nan"), 0.75)):
+        restore_capacity_factors(resumed, {"": stored})  # also of an earlier step; E / K is always enough
+        assert resumed.dispatcher.factor == expected
+    for nonsense in (None, [], {"other": 3.0}):
+        resumed.dispatcher.factor = 2.0
+        restore_capacity_factors(resumed, nonsense)
+        assert resumed.dispatcher.factor == 0.75
     assert capacity_factors(make_layer(TIGHT)) == {}
 
 

@@ -10,7 +10,9 @@ import torch
 
 from spurline.config import Job
 from spurline.models.common.feed_forward import FeedForward
-from spurline.testing.tiny import tiny_run, write_words
+from spurline.moe.dispatch.capacity import capacity_factors
+from spurline.testing.tiny import tiny_model, tiny_run, write_words
+from spurline.train.replay import examine
 from spurline.train.run import train
 from spurline.train.trainer import Trainer
 
@@ -29,6 +31,10 @@ def config(tmp_path):
 
 def run(config):
     train("deepseek_v3", "deepseek_v3_debugmodel", config)
+
+
+def read_records(folder):
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_a_forward_pass_that_overflows_is_followed_to_the_first_module(spurline, config, tmp_path, capsys):
@@ -85,7 +91,7 @@ def test_an_operation_whose_gradient_alone_is_not_finite_is_named_with_its_line(
 
 def test_a_step_that_is_finite_is_taken_as_it_was_from_the_checkpoint_before_it(spurline, config, tmp_path):
     run(config)
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    records = read_records(tmp_path)
     code, out, _ = spurline("replay", "run", "--step", "6")
     assert code == 0
     assert "from the checkpoint of step 4" in out
@@ -94,6 +100,32 @@ def test_a_step_that_is_finite_is_taken_as_it_was_from_the_checkpoint_before_it(
     direct = spurline("replay", "run", "--step", "6", "--direct").out
     assert "taking steps" not in direct
     assert f"the gradient norm is {records[5]['grad_norm']:.4g}\n" not in direct
+
+
+def check_same_numbers(out, record):
+    """Loss and gradient norm of the replayed step are those of the run's step."""
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+), finite", out)]
+    assert sum(losses) / len(losses) == pytest.approx(record["loss"], abs=1e-3)
+    assert f"the gradient norm is {record['grad_norm']:.4g}\n" in out
+
+
+def test_capacity_that_grew_is_replayed(spurline, config, tmp_path):
+    tight = tiny_model({"dispatcher": "capacity", "capacity_factor": 0.5, "overflow": "grow"})
+    run(replace(config, model=tight))
+    records, replayed = read_records(tmp_path), []
+
+    def look(trainer, *args):
+        replayed.append(capacity_factors(trainer.model))
+        return examine(trainer, *args)
+
+    with mock.patch("spurline.train.replay.examine", look):
+        for step in (2, 6):  # from the initial weights, and from a checkpoint
+            check_same_numbers(spurline("replay", "run", "--step", str(step)).out, records[step - 1])
+    of_run = [records[step - 1]["capacity"] for step in (1, 2, 6)]
+    first, *then = [{layer: of["factor"] for layer, of in layers.items()} for layers in of_run]
+    assert set(first.values()) == {0.5}
+    assert min(then[0].values()) > 0.5
+    assert replayed == then
 
 
 def test_the_micro_batch_of_a_rank_is_found_among_those_of_all_ranks(spurline, config, tmp_path):

@@ -11,11 +11,13 @@ import pytest
 import torch.distributed as dist
 
 from spurline.config import Job, Parallelism, RunConfig
+from spurline.moe.dispatch.capacity import capacity_dispatchers
 from spurline.testing import RankPool
-from spurline.testing.tiny import tiny_run, write_words
+from spurline.testing.tiny import tiny_model, tiny_run, write_words
 from spurline.train.checkpoint.folder import CheckpointFolder
 from spurline.train.metrics.loss_spikes import LossSpikes
 from spurline.train.run import train
+from spurline.train.step_back import step_back
 from spurline.train.trainer import Trainer
 
 PER_STEP = 4
@@ -93,6 +95,19 @@ def test_the_steps_of_a_spike_are_taken_back_and_its_data_is_left_out(config, tm
     )
     check_run(tmp_path / "run", PER_STEP)
     assert CheckpointFolder(tmp_path / "run").record(34).extra["sequences_seen"] == (27 + 14) * PER_STEP
+
+
+def test_capacity_that_grew_during_the_spike_is_taken_back(config, tmp_path):
+    def grow_and_step_back(trainer: Trainer, *args: Any) -> Any:
+        for dispatcher in capacity_dispatchers(trainer.model).values():
+            dispatcher.factor = 4.0
+        return step_back(trainer, *args)
+
+    roomy = tiny_model({"dispatcher": "capacity", "capacity_factor": 3.5, "overflow": "grow"})
+    with mock.patch("spurline.train.run.step_back", grow_and_step_back):
+        run(replace(config, model=roomy), 24 * PER_STEP, 3 * PER_STEP)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["capacity"]["layers.1.moe"]["factor"] for line in lines] == [3.5] * 34
 
 
 def test_a_spike_that_comes_again_ends_the_run_at_last(config, tmp_path, capsys):

@@ -213,12 +213,12 @@ def capacity_factors(model: nn.Module, pipeline: ProcessGroup | None = None) -> 
 
 
 def restore_capacity_factors(model: nn.Module, factors: object) -> None:
-    """Restore the factors from a checkpoint; a layer that is not in it keeps the factor of its config."""
+    """Restore the factors from a checkpoint, also of an earlier step; other layers get those of their config."""
     for layer, dispatcher in capacity_dispatchers(model).items():
+        config = dispatcher.config
         factor = factors.get(layer) if isinstance(factors, dict) else None
-        if dispatcher.config.overflow == "grow" and isinstance(factor, int | float):
-            most = dispatcher.config.num_experts / dispatcher.config.top_k
-            dispatcher.factor = max(dispatcher.factor, min(factor, most))
+        stored = factor if config.overflow == "grow" and isinstance(factor, int | float) else 0.0
+        dispatcher.factor = max(config.capacity_factor, min(stored, config.num_experts / config.top_k))
 
 
 _SAME_NUMBER = (
