@@ -10,14 +10,15 @@ from spurline import untrusted
 from spurline.config import RunConfig
 from spurline.hf.families import find_architecture, read_model_config, run_config_like_a_preset
 from spurline.models.common.hf import Architecture
+from spurline.moe.config import SAME_WEIGHTS
 
 CONFIG = "config.json"
 # Options that change how a model is trained or computed, but not what it computes.
 _FREE = {
     *("num_mtp_layers", "mtp_loss_weight"),
     *("moe.dim", "moe.bias_update_rate", "moe.aux_loss", "moe.aux_loss_weight", "moe.z_loss_weight"),
-    *("moe.force_load_balance", "moe.experts_backend", "moe.dispatcher"),
-    *("moe.equal_split", "moe.equal_split_threshold", "moe.check_exchange"),
+    "moe.force_load_balance",
+    *(f"moe.{name}" for name in SAME_WEIGHTS),
 }
 
 

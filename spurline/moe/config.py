@@ -16,6 +16,10 @@ _CHOICES = {
     "overflow": ("drop_last", "drop_lowest_weight", "grow"),
     "exchange_dtype": ("same", "float8"),
 }
+SAME_NUMBERS = ("experts_backend", "equal_split", "equal_split_threshold", "check_exchange", "row_multiple")
+"""Options for how a layer is computed: with any value, it computes the same numbers up to rounding."""
+SAME_WEIGHTS = (*SAME_NUMBERS, "dispatcher", "capacity_factor", "overflow", "exchange_dtype")
+"""Options that leave the meaning of the weights alone: some of them drop or round rows."""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Any
 
 from spurline.config import RunConfig
 from spurline.data import DataSets
+from spurline.moe.config import SAME_NUMBERS, MoEConfig
 from spurline.typed_json import shown
 
 FREE = (
@@ -36,8 +37,9 @@ FREE = (
     *("lora.base", "lora.base_step"),
     # Where the data is: its content is compared.
     *("data.path", "data.pattern", "data.text_field"),
-    # How experts are computed and tokens dispatched; loading the model reports these.
-    *("model.moe.experts_backend", "model.moe.dispatcher", "model.moe.check_exchange", "model.moe.equal_split*"),
+    # How experts are computed and rows dispatched, unless rows may be dropped (`_capacity`); loading the model reports
+    # these.
+    *(f"model.moe.{name}" for name in (*SAME_NUMBERS, "dispatcher")),
 )
 """Options that may change without being reported."""
 REPORTED = ("training.steps", "training.global_batch_size")
@@ -55,7 +57,8 @@ def fingerprint(config: RunConfig[Any], global_batch_size: int, data: DataSets) 
         "data.content": data.fingerprint(),
     }
     plain: dict[str, Any] = json.loads(json.dumps(content))
-    return {name: value for name, value in plain.items() if not _is_one_of(name, FREE)}
+    compared = {name: value for name, value in plain.items() if not _is_one_of(name, FREE)}
+    return compared | _capacity(config.model)
 
 
 def check_fingerprint(
@@ -84,6 +87,16 @@ def check_fingerprint(
         )
     for line in lines.values():
         say(f"changed since the checkpoint of step {step}: {line}")
+
+
+def _capacity(model: Any) -> dict[str, Any]:
+    """Of the options in FREE, those that decide which rows are dropped: dispatchers that drop none are alike."""
+    moe = getattr(model, "moe", None)
+    if not isinstance(moe, MoEConfig):
+        return {}
+    if moe.dispatcher != "capacity":
+        return {"model.moe.dispatcher": "one that keeps all rows"}
+    return {"model.moe.dispatcher": moe.dispatcher, "model.moe.row_multiple": moe.row_multiple}
 
 
 def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

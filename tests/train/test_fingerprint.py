@@ -1,6 +1,6 @@
 """What a run that resumes may change, and what is refused."""
 
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 
 import pytest
 
@@ -8,6 +8,7 @@ from spurline.config import Data, Job
 from spurline.data import open_data
 from spurline.data.prepare import prepare
 from spurline.data.tokenizer import ByteTokenizer
+from spurline.moe.config import SAME_NUMBERS, SAME_WEIGHTS, MoEConfig
 from spurline.testing.tiny import tiny_model, tiny_run, write_words
 from spurline.train import fingerprint as fingerprint_module
 from spurline.train.fingerprint import check_fingerprint, fingerprint
@@ -42,6 +43,14 @@ CHANGES = {
     "clipping": ({"training": {"max_grad_norm": 2.0}}, "training.max_grad_norm: 1.0 -> 2.0"),
     "dtype": ({"training": {"dtype": "bfloat16"}}, 'training.dtype: "float32" -> "bfloat16"'),
     "masks": ({"data": {"mask_documents": True}}, "data.mask_documents: false -> true"),
+    "rows that may be dropped": (
+        {"model": tiny_model(moe={"dispatcher": "capacity"})},
+        'model.moe.dispatcher: "one that keeps all rows" -> "capacity"',
+    ),
+    "rounded rows": (
+        {"model": tiny_model(moe={"exchange_dtype": "float8"})},
+        'model.moe.exchange_dtype: "same" -> "float8"',
+    ),
     "model": ({"model": tiny_model(moe={"top_k": 1})}, "model.moe.top_k: 2 -> 1"),
 }
 
@@ -67,10 +76,42 @@ def test_what_changes_the_run_is_refused_or_listed_and_accepted(text, name):
         {"parallelism": {"expert_parallel_degree": 2}, "comm": {"timeout_seconds": 9}},
         {"training": {"threads": 2, "device": "cpu"}, "debug": {"stop_after": 3}},
         {"model": tiny_model(moe={"experts_backend": "loop"})},
+        {"model": tiny_model(moe={"equal_split": "forced", "row_multiple": 8, "check_exchange": True})},
+        {"model": tiny_model(moe={"dispatcher": "deep_ep"})},
     ],
 )
 def test_what_computes_the_same_run_may_change(text, change):
     assert differences(tiny_run(text), tiny_run(text, **change)) == ([], [])
+
+
+CAPACITY = {"dispatcher": "capacity"}
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"capacity_factor": 2.0}, "model.moe.capacity_factor: 1.25 -> 2.0"),
+        ({"overflow": "grow"}, 'model.moe.overflow: "drop_last" -> "grow"'),
+        ({"row_multiple": 8}, "model.moe.row_multiple: 1 -> 8"),  # places are rounded up to it
+        ({"dispatcher": "local"}, 'model.moe.dispatcher: "capacity" -> "one that keeps all rows"'),
+    ],
+)
+def test_what_decides_which_rows_are_dropped_is_refused(text, change, line):
+    old, new = (tiny_run(text, model=tiny_model(moe=CAPACITY | more)) for more in ({}, change))
+    assert differences(old, new)[1][1:-1] == [f"  {line}"]
+
+
+def test_every_moe_option_is_of_one_kind():
+    """A new one has to be declared: the resume check, initial weights and `spurline verify` depend on its kind."""
+    layer = "dim hidden_dim num_experts top_k num_shared_experts shared_gate gate_bias router experts"
+    routing = "score_func route_norm route_scale score_before_experts num_groups num_limited_groups force_load_balance"
+    balance = "bias_update_rate aux_loss aux_loss_weight z_loss_weight"
+    declared = [*layer.split(), *routing.split(), *balance.split(), *SAME_WEIGHTS]
+    assert sorted(declared) == sorted(field.name for field in fields(MoEConfig))
+    assert set(SAME_NUMBERS) < set(SAME_WEIGHTS)
+    names = [f"model.moe.{name}" for name in declared]
+    free = {name for name in names if fingerprint_module._is_one_of(name, fingerprint_module.FREE)}
+    assert free == {f"model.moe.{name}" for name in (*SAME_NUMBERS, "dispatcher")}
 
 
 def test_more_steps_and_other_batches_are_reported(text):

@@ -1,6 +1,7 @@
 """A run that starts from the weights of another one, or of a Hugging Face folder: `spurline train` from end to end."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from safetensors.torch import load_file
 
 from spurline import config_io
 from spurline.cli import main
+from spurline.hf.settings import mismatch, read_folder_model
+from spurline.moe.config import SAME_WEIGHTS
 from spurline.tools.options import resolve
 from spurline.train.checkpoint.manager import CheckpointManager
 
@@ -70,6 +73,16 @@ def test_model_and_weights_come_from_the_folder(theirs: Path, capsys: pytest.Cap
     expert = stored["model.layers.1.mlp.experts.3.down_proj.weight"]
     assert torch.equal(found["layers.1.moe.experts.w2_EDF"][3], expert)
     assert config_io.load("outputs/theirs-tuned/0001/config.json")[2].training.seq_len == 16
+
+
+@pytest.mark.parametrize("name", SAME_WEIGHTS)
+def test_how_experts_are_computed_may_differ_from_the_folder(theirs: Path, name: str) -> None:
+    values = {"experts_backend": "loop", "equal_split": "forced", "equal_split_threshold": 0.5, "check_exchange": True}
+    values |= {"row_multiple": 8, "dispatcher": "capacity", "capacity_factor": 2.0, "overflow": "grow"}
+    model = read_folder_model(theirs).model
+    changed = replace(model, moe=replace(model.moe, **{name: (values | {"exchange_dtype": "float8"})[name]}))
+    assert changed != model
+    assert mismatch(model, changed) == ""
 
 
 def test_a_high_rate_is_mentioned_with_the_preset_for_it(theirs: Path, capsys: pytest.CaptureFixture[str]) -> None:

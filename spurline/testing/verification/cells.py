@@ -17,7 +17,7 @@ from spurline.config import (
     RunConfig,
     Training,
 )
-from spurline.moe.config import MoEConfig
+from spurline.moe.config import SAME_WEIGHTS, MoEConfig
 from spurline.parallel.degrees import degree_problems
 from spurline.testing import stand_ins
 from spurline.testing.tiny import tiny_model
@@ -207,16 +207,7 @@ def reference_config(config: RunConfig[Any], micro_batches: int = 1) -> RunConfi
     model, moe = config.model, getattr(config.model, "moe", None)
     if isinstance(moe, MoEConfig):
         default = MoEConfig()
-        how = (
-            "experts_backend",
-            "dispatcher",
-            "equal_split",
-            "equal_split_threshold",
-            "exchange_dtype",
-            "check_exchange",
-            "row_multiple",
-        )
-        model = replace(model, moe=replace(moe, **{name: getattr(default, name) for name in how}))
+        model = replace(model, moe=replace(moe, **{name: getattr(default, name) for name in SAME_WEIGHTS}))
     if not isinstance(moe, MoEConfig) or moe.aux_loss != "batch":
         micro_batches = 1
     return replace(
