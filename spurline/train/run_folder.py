@@ -192,6 +192,8 @@ def overwrite(folder: Path, config: RunConfig[Any], is_restart: bool) -> None:
             checkpoints = CheckpointFolder(folder, elsewhere=config.checkpoint.folder)
             for step in checkpoints.named_steps():
                 checkpoints.remove(step)
+            for step in checkpoints.passed_steps():
+                checkpoints.remove_passed(step)
         for name in ("checkpoints", "logs", "profile"):
             shutil.rmtree(folder / name, ignore_errors=True)
         (folder / "failures.jsonl").unlink(missing_ok=True)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from spurline.cli import main
 from spurline.train.checkpoint.folder import CheckpointFolder
 from spurline.train.checkpoint.manager import CheckpointManager
 from spurline.train.checkpoint.writer import ChecksummedStream
@@ -60,7 +61,8 @@ def test_damage_is_named_and_the_one_before_is_loaded(checkpoints, said, damage,
     model, optimizer = make(0.0)
     assert checkpoints.load_newest(model, optimizer) == (1, {"step": 1})
     assert torch.equal(model.weight, torch.ones(2, 3))
-    (line,) = said
+    line, aside = said
+    assert aside == f"set aside, as the run goes on without it: {checkpoints.folder}/.step-00000002.passed"
     assert line.startswith("falling back to the checkpoint of step 1: that of step 2 is damaged, ")
     assert f"step-00000002/{name}'" in line
     assert "\n" not in line
@@ -104,6 +106,42 @@ def test_a_damaged_step_is_replaced_when_the_run_comes_by_again(checkpoints, sai
     said.clear()
     assert checkpoints.load_newest(*make(0.0)) == (2, {"step": 2})
     assert said == []
+
+
+def test_what_was_passed_over_is_not_resumed_from_later(tmp_path, checkpoints, said):
+    """Not when damage is found again, and not when the run comes by its step."""
+    checkpoints.save(3, *make(3.0), {"step": 3})
+    flip_a_bit(checkpoints.folder / "step-00000003" / "metadata.json")
+    assert checkpoints.load_newest(*make(0.0), pass_over=1) == (2, {"step": 2})
+    assert CheckpointFolder(tmp_path).named_steps() == [1, 2]
+    assert CheckpointFolder(tmp_path).passed_steps() == [3]
+    checkpoints.save(4, *make(4.0), {"step": 4})
+    flip_a_bit(checkpoints.folder / "step-00000004" / "metadata.json")
+    said.clear()
+    assert checkpoints.load_newest(*make(0.0)) == (2, {"step": 2})
+    assert CheckpointFolder(tmp_path).passed_steps() == [3, 4]
+    checkpoints.save(4, *make(4.5), {"step": 4})
+    assert checkpoints.load_newest(*make(0.0)) == (4, {"step": 4})
+    assert len(said) == 2
+
+
+def test_reading_sets_nothing_aside(tmp_path, checkpoints):
+    flip_a_bit(checkpoints.folder / "step-00000002" / "metadata.json")
+    assert checkpoints.load(1, *make(0.0)) == {"step": 1}
+    with pytest.raises(ValueError, match="is damaged"):
+        checkpoints.open(2)
+    for command in ("ls", "verify"):
+        main(["checkpoint", command, str(tmp_path)])
+    assert CheckpointFolder(tmp_path).named_steps() == [1, 2]
+
+
+@pytest.mark.parametrize(("keep_latest_k", "passed"), [(0, [2, 3]), (1, [3])])
+def test_what_was_passed_over_is_removed_like_other_old_ones(tmp_path, checkpoints, keep_latest_k, passed):
+    checkpoints.save(3, *make(3.0), {})
+    checkpoints.load_newest(*make(0.0), pass_over=2)
+    checkpoints = CheckpointManager(tmp_path, 1, keep_latest_k)
+    checkpoints.save(2, *make(2.5), {})
+    assert CheckpointFolder(tmp_path).passed_steps() == passed
 
 
 def test_no_checkpoint_at_all_is_a_new_run(tmp_path):

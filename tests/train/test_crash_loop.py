@@ -158,6 +158,30 @@ def test_a_run_steps_back_past_a_state_that_does_not_work_and_ends_as_an_undistu
     assert losses(tmp_path / "run") == losses(tmp_path / "undisturbed")
 
 
+def test_a_run_that_has_stepped_back_does_not_return_to_the_checkpoint_it_left(run, tmp_path):
+    """Killed before its next checkpoint, it would take the steps after the old one again, and miss those before."""
+
+    def broken(trainer, step):
+        if step == 5:
+            raise RuntimeError("out of luck")
+
+    def interrupted(trainer, step):
+        if step == 4:
+            raise KeyboardInterrupt
+
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="out of luck"):
+            run("run", broken)
+    with pytest.raises(KeyboardInterrupt):
+        run("run", interrupted)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    assert sorted(path.name for path in checkpoints.iterdir()) == [".step-00000004.passed", "step-00000002"]
+    assert "resuming from the checkpoint of step 2\n" in run("run")
+    run("undisturbed")
+    assert losses(tmp_path / "run") == losses(tmp_path / "undisturbed")
+    assert not (checkpoints / ".step-00000004.passed").exists()
+
+
 def test_a_run_that_always_fails_is_not_started_a_fifth_time(run, tmp_path):
     def broken(trainer, step):
         if step == 5:

@@ -92,6 +92,27 @@ def test_damaged_and_half_written_checkpoints_are_passed_over(capsys):
     assert [line["step"] for line in repeatable("run")] == list(range(1, 9))
 
 
+def test_what_was_passed_over_is_marked_until_the_run_writes_that_step_again(capsys):
+    start(config_of("run", stop_after=6))
+    memory = fsspec.filesystem("memory")
+    metadata = "/bucket/run/step-00000006/metadata.json"
+    memory.pipe_file(metadata, memory.cat_file(metadata)[:-1])
+    start(config_of("run", stop_after=5))
+    mark = "memory://bucket/run/.step-00000006.passed"
+    assert f"set aside, as the run goes on without it: {mark}" in capsys.readouterr().out
+    assert CheckpointFolder("run").named_steps() == [2, 4, 5]
+    assert memory.exists(metadata), "kept, also when other checkpoints are written"
+    start(config_of("run"))
+    assert "resuming from the checkpoint of step 5" in capsys.readouterr().out
+    assert CheckpointFolder("run").steps() == [5, 6, 8]
+    assert not RemotePath(mark).exists()
+    assert [line["step"] for line in repeatable("run")] == list(range(1, 9))
+
+    RemotePath(mark).write_text("")
+    start(replace(config_of("run", stop_after=3), job=Job("run", overwrite=True)))
+    assert sorted(RemotePath("memory://bucket/run").names()) == ["step-00000002", "step-00000003"]
+
+
 def test_overwrite_and_other_options_treat_it_like_a_local_one(capsys):
     start(config_of("run"))
     other = config_of("other")

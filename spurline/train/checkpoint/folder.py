@@ -7,9 +7,11 @@ step-00000100/                 a checkpoint, renamed to this when complete
 .step-00000200.tmp/            a checkpoint that is being written, or was when the run was killed
 .step-00000100.replaced.tmp/   the old checkpoint while a new one of the same step is renamed
 .step-00000100.removed.tmp/    a checkpoint that is being removed
+.step-00000100.passed/         a checkpoint that the run has passed over: it went on from an older one
 
 In a remote folder (s3://...), which has no rename, a checkpoint is written in place: it is complete once its last file,
-checkpoint.json, exists, and no longer a checkpoint as soon as that file is removed.
+checkpoint.json, exists, and no longer a checkpoint as soon as that file is removed. There `.step-00000100.passed` is a
+small file beside the checkpoint that was passed over.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ WHY_NONE = "the run has not saved one yet, or was started with --checkpoint.no_e
 """Why a run may have no checkpoint, for messages about it."""
 _CHUNK_BYTES = 2**24
 _STEP_NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,17})")
+_PASSED_NAME = re.compile(rf"\.{_STEP_NAME.pattern}\.passed")
 
 
 class CheckpointFolder:
@@ -50,14 +53,22 @@ class CheckpointFolder:
         self._sign_key = sign_key
 
     def named_steps(self) -> list[int]:
-        """The steps of all folders named like a checkpoint, intact or not, ascending."""
+        """The steps of all folders named like a checkpoint, intact or not, except those passed over; ascending."""
+        names = self._names()
+        passed = _steps_in(names, _PASSED_NAME) if isinstance(self.path, RemotePath) else set()
+        return sorted(_steps_in(names, _STEP_NAME) - passed)
+
+    def passed_steps(self) -> list[int]:
+        """The steps of the checkpoints that were passed over, ascending."""
+        return sorted(_steps_in(self._names(), _PASSED_NAME))
+
+    def _names(self) -> list[str]:
         try:
-            names = self.path.names() if isinstance(self.path, RemotePath) else os.listdir(self.path)
+            return self.path.names() if isinstance(self.path, RemotePath) else os.listdir(self.path)
         except (FileNotFoundError, NotADirectoryError):
-            names = []
+            return []
         except OSError as error:  # not the same as having no checkpoints: a run would start over
             raise ValueError(f"{self.path}: {reason(error)}") from None
-        return sorted(int(name.removeprefix("step-")) for name in names if _STEP_NAME.fullmatch(name))
 
     def steps(self) -> list[int]:
         """The steps of the complete checkpoints, ascending."""
@@ -74,6 +85,8 @@ class CheckpointFolder:
         """Make room for a checkpoint that is about to be written."""
         if isinstance(self.path, Path):
             self.path.mkdir(parents=True, exist_ok=True)
+        elif step in self.passed_steps():
+            self.remove_passed(step)
         elif step in self.named_steps():
             self.remove(step)
         self.clean()
@@ -161,6 +174,27 @@ class CheckpointFolder:
         path.rename(removed)
         remove_path(removed)
 
+    def pass_over(self, steps: list[int]) -> list[Path | RemotePath]:
+        """Rename checkpoints, or mark them where that is not possible, so that no run resumes from them."""
+        for step in steps:
+            path, passed = self.at(step), self._passed(step)
+            if isinstance(passed, RemotePath):
+                passed.write_text("the run went on from an older checkpoint\n")
+                continue
+            if os.path.lexists(passed):
+                remove_path(passed)
+            os.rename(path, passed)
+        return [self._passed(step) for step in steps]
+
+    def remove_passed(self, step: int) -> None:
+        """Remove a checkpoint that was passed over."""
+        passed = self._passed(step)
+        if isinstance(passed, RemotePath):
+            self.remove(step)
+            passed.unlink()
+        else:
+            remove_path(passed)
+
     def clean(self) -> None:
         """Remove what a killed run left behind; must not be called while another process writes."""
         if isinstance(self.path, RemotePath):
@@ -175,9 +209,16 @@ class CheckpointFolder:
         for path in self.path.glob(".step-*.tmp"):
             remove_path(path)
 
+    def _passed(self, step: int) -> Path | RemotePath:
+        return self.path / f".step-{step:08d}.passed"
+
     def _aside(self, step: int) -> Path:
         assert isinstance(self.path, Path)
         return self.path / f".step-{step:08d}.replaced.tmp"
+
+
+def _steps_in(names: list[str], pattern: re.Pattern[str]) -> set[int]:
+    return {int(match[1]) for name in names if (match := pattern.fullmatch(name))}
 
 
 def _place_in_config(run_folder: Path) -> str:

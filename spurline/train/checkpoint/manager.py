@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -200,6 +201,9 @@ class CheckpointManager:
             for step in up_to_this[: -self.keep_latest_k]:
                 if step != best:
                     self._files.remove(step)
+            for step in self._files.passed_steps():
+                if step <= record.step:
+                    self._files.remove_passed(step)
 
     # Reading.
 
@@ -240,7 +244,8 @@ class CheckpointManager:
         """Load the newest intact and finite checkpoint; returns its step and `extra`, None if there are no checkpoints.
 
         `check` may reject these two with a ValueError before anything is changed. The newest `pass_over` checkpoints
-        are skipped, as long as there are others.
+        are skipped, as long as there are others. The run is to go on from there: the checkpoints that were passed over
+        are set aside, as a later start would take one of them for the newest of this run.
         """
         ranks = Ranks()
         passed: list[str] = []
@@ -256,6 +261,9 @@ class CheckpointManager:
                 continue
             if passed:
                 self._say(f"falling back to the checkpoint of step {step}: {'; '.join(passed)}")
+            if newer := [later for later in steps if later > step]:
+                aside = ranks.first(partial(self._files.pass_over, newer))
+                self._say(f"set aside, as the run goes on without it: {', '.join(map(str, aside))}")
             return step, extra
         if passed:
             raise ValueError(
