@@ -15,16 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from spurline.config import ActivationCheckpoint, Compile, Parallelism, RunConfig
+from spurline.config_io import ConfigError
 from spurline.data.batch import Batch
-from spurline.models.common.init import initialize_parameters
 from spurline.moe.balance import set_token_weight
 from spurline.moe.dispatch.capacity import restore_capacity_factors
 from spurline.train.bad_steps import BAD_STEPS_FILE
+from spurline.train.base_model import base_problems, check_base, load_base
 from spurline.train.checkpoint.folder import CheckpointFolder
 from spurline.train.checkpoint.manager import CheckpointManager
 from spurline.train.fingerprint import check_fingerprint
 from spurline.train.optimizer.clip import gradient_norms
 from spurline.train.position import Position, stored_position
+from spurline.train.run import first_weights
 from spurline.train.trainer import Trainer, make_trainer
 from spurline.untrusted import lines, open_regular, parse_json
 
@@ -64,12 +66,16 @@ def replay(
     recorded = read_recorded_step(run_folder, step)
     checkpoints = CheckpointManager(run_folder, 1, 0, sign_key=sign_key)
     before = [number for number in CheckpointFolder(run_folder, sign_key).steps() if number < step]
+    if problems := base_problems(config):
+        raise ConfigError(problems)
     trainer = make_trainer(on_one_process(config, recorded), draw_weights=False)
+    if config.lora.rank:
+        trainer.base = load_base(trainer.model, config)
     if before:
         start = load(trainer, checkpoints, before[-1], say)
         from_what = f"the checkpoint of step {start.step}"
     else:
-        initialize_parameters(trainer.model, config.training.seed)
+        first_weights(trainer, None)
         start, from_what = Position(), "the initial weights"
     trainer.resume_at(start)
     say(f"from {from_what}: {trainer.data.num_tokens:,} tokens of data, {config.training.dtype} on {trainer.device}")
@@ -117,6 +123,8 @@ def on_one_process(config: RunConfig[Any], recorded: RecordedStep | None) -> Run
 def load(trainer: Trainer, checkpoints: CheckpointManager, step: int, say: Callable[[str], None]) -> Position:
     """Load the checkpoint of `step`, and report which options and data have changed since it was written."""
     extra = checkpoints.load(step, trainer.model, trainer.optimizer)
+    if trainer.base:
+        check_base(extra, trainer.base, f"{checkpoints.folder}, step {step}")
     check_fingerprint(extra.get("run"), trainer.fingerprint(), step, allow_changes=True, say=say)
     checkpoints.restore_random(step, trainer.config.training.seed)
     restore_capacity_factors(trainer.model, extra.get("capacity_factors"))

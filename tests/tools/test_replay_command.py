@@ -2,13 +2,14 @@
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
 
-from spurline.config import Job
+from spurline.config import Job, Lora
 from spurline.models.common.feed_forward import FeedForward
 from spurline.moe.dispatch.capacity import capacity_factors
 from spurline.testing.tiny import tiny_model, tiny_run, write_words
@@ -107,6 +108,39 @@ def check_same_numbers(out, record):
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+), finite", out)]
     assert sum(losses) / len(losses) == pytest.approx(record["loss"], abs=1e-3)
     assert f"the gradient norm is {record['grad_norm']:.4g}\n" in out
+
+
+@pytest.fixture
+def base(config, tmp_path):
+    """The folder of a run whose weights differ from those that the seed of `config` gives."""
+    job, training = Job(str(tmp_path / "base")), replace(config.training, seed=5, steps=2)
+    run(replace(config, job=job, training=training))
+    return str(tmp_path / "base")
+
+
+@pytest.mark.parametrize("kind", ["adapters", "initial_load_path"])
+@pytest.mark.parametrize("step", [1, 6])
+def test_a_run_with_other_weights_to_begin_with_is_replayed_with_them(spurline, config, tmp_path, base, kind, step):
+    if kind == "adapters":
+        config = replace(config, lora=Lora(rank=4, base=base))
+    else:
+        config = replace(config, checkpoint=replace(config.checkpoint, initial_load_path=base))
+    run(config)
+    code, out, err = spurline("replay", "run", "--step", str(step))
+    assert (code, err) == (0, "")
+    check_same_numbers(out, read_records(tmp_path)[step - 1])
+
+
+def test_a_base_that_is_gone_or_is_another_one_is_one_line(spurline, config, tmp_path, base):
+    run(replace(config, lora=Lora(rank=4, base=base)))
+    shutil.move(base, tmp_path / "moved")
+    code, _, err = spurline("replay", "run", "--step", "6")
+    assert (code, len(err.splitlines())) == (2, 1)
+    assert f"lora.base {base}: there is no such folder" in err
+    run(replace(config, job=Job(base), training=replace(config.training, steps=2)))
+    code, _, err = spurline("replay", "run", "--step", "6")
+    assert (code, len(err.splitlines())) == (2, 1)
+    assert "the adapters were trained on other weights" in err
 
 
 def test_capacity_that_grew_is_replayed(spurline, config, tmp_path):
