@@ -25,7 +25,7 @@ class ConfigError(ValueError):
 
 
 ENVIRONMENT = "environment"
-"""The entry of `config.json` about where the run was started; it is not read back."""
+"""The entry of `config.json` about where the run was started; it is not read back into a config."""
 
 
 def to_json(
@@ -70,6 +70,13 @@ def load(path: str | Path, *, may_be_partial: bool = False) -> tuple[str, str, R
     if problems:
         raise ConfigError([f"{path}: {problem}" for problem in problems])
     return module, config_name, run_config
+
+
+def load_environment(path: str | Path) -> dict[str, Any]:
+    """Where a run was started, as `save` wrote it; empty if its config.json does not say."""
+    content = _read(path, is_yaml=False)
+    environment = content.get(ENVIRONMENT) if isinstance(content, dict) else None
+    return environment if isinstance(environment, dict) else {}
 
 
 def family_of(config_name: Any) -> str:

@@ -7,7 +7,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,36 +19,17 @@ from spurline.config_io import ConfigError
 from spurline.data.batch import Batch
 from spurline.moe.balance import set_token_weight
 from spurline.moe.dispatch.capacity import restore_capacity_factors
-from spurline.train.bad_steps import BAD_STEPS_FILE
 from spurline.train.base_model import base_problems, check_base, load_base
 from spurline.train.checkpoint.folder import CheckpointFolder
 from spurline.train.checkpoint.manager import CheckpointManager
 from spurline.train.fingerprint import check_fingerprint
 from spurline.train.optimizer.clip import gradient_norms
 from spurline.train.position import Position, stored_position
+from spurline.train.recorded_step import RecordedStep, batch_size_of_step, read_recorded_step
 from spurline.train.run import first_weights
 from spurline.train.trainer import Trainer, make_trainer
-from spurline.untrusted import lines, open_regular, parse_json
 
 _SHOWN = 5
-
-
-@dataclass(frozen=True)
-class RecordedStep:
-    """Where the batch of a step is in the data, and how it was split."""
-
-    step: int
-    first_sequence: int
-    global_batch_size: int
-    local_batch_size: int
-    data_ranks: int
-
-    def micro_batches(self) -> Iterator[tuple[str, int]]:
-        """The name and the first sequence of each micro-batch, in data order."""
-        for number, start in enumerate(range(0, self.global_batch_size, self.local_batch_size)):
-            name = f"micro-batch {number // self.data_ranks + 1}"
-            rank = f" of data rank {number % self.data_ranks}" if self.data_ranks > 1 else ""
-            yield name + rank, self.first_sequence + start
 
 
 def replay(
@@ -64,11 +45,12 @@ def replay(
     The steps in between are taken first, or skipped with `direct`.
     """
     recorded = read_recorded_step(run_folder, step)
+    size = recorded.global_batch_size if recorded else batch_size_of_step(run_folder, config, step, sign_key)
     checkpoints = CheckpointManager(run_folder, 1, 0, sign_key=sign_key)
     before = [number for number in CheckpointFolder(run_folder, sign_key).steps() if number < step]
     if problems := base_problems(config):
         raise ConfigError(problems)
-    trainer = make_trainer(on_one_process(config, recorded), draw_weights=False)
+    trainer = make_trainer(on_one_process(config, size, recorded), draw_weights=False)
     if config.lora.rank:
         trainer.base = load_base(trainer.model, config)
     if before:
@@ -100,15 +82,16 @@ def replay(
     return examine(trainer, recorded, say)
 
 
-def on_one_process(config: RunConfig[Any], recorded: RecordedStep | None) -> RunConfig[Any]:
+def on_one_process(
+    config: RunConfig[Any], global_batch_size: int, recorded: RecordedStep | None = None
+) -> RunConfig[Any]:
     """The same run without parallelism, compilation and recomputation, and with the batches of the recorded step."""
-    training = replace(config.training, on_bad_step="skip", max_bad_steps=2**31)
+    training = replace(config.training, on_bad_step="skip", max_bad_steps=2**31, global_batch_size=global_batch_size)
     if recorded is not None:
         training = replace(
             training,
             steps=max(training.steps, recorded.step),
             local_batch_size=recorded.local_batch_size,
-            global_batch_size=recorded.global_batch_size,
         )
     return replace(
         config,
@@ -129,32 +112,6 @@ def load(trainer: Trainer, checkpoints: CheckpointManager, step: int, say: Calla
     checkpoints.restore_random(step, trainer.config.training.seed)
     restore_capacity_factors(trainer.model, extra.get("capacity_factors"))
     return stored_position(step, extra, trainer.global_batch_size, None)
-
-
-def read_recorded_step(run_folder: Path, step: int) -> RecordedStep | None:
-    """The last record of a step in bad_steps.jsonl; None if there is none."""
-    path, found = run_folder / BAD_STEPS_FILE, None
-    try:
-        with open_regular(path) as file:
-            for number, line in enumerate(lines(file), 1):
-                recorded = _recorded(parse_json(line))
-                if recorded is None:
-                    raise ValueError(f"line {number} is not the record of a step")
-                found = recorded if recorded.step == step else found
-    except FileNotFoundError:
-        return None
-    except (ValueError, OSError) as error:
-        raise ValueError(f"{path}: {error}") from None
-    return found
-
-
-def _recorded(content: Any) -> RecordedStep | None:
-    names = [field.name for field in dataclasses.fields(RecordedStep)]
-    found = [content.get(name) for name in names] if isinstance(content, dict) else []
-    numbers = [number for number in found if type(number) is int and 0 <= number < 2**53]
-    if len(numbers) < len(names) or 0 in numbers[2:]:
-        return None
-    return RecordedStep(*numbers)
 
 
 def examine(trainer: Trainer, recorded: RecordedStep, say: Callable[[str], None]) -> bool:

@@ -1,6 +1,7 @@
 """`spurline replay` takes a step again and finds the place where it stops being finite."""
 
 import json
+import os
 import re
 import shutil
 from dataclasses import replace
@@ -8,8 +9,9 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from spurline.config import Job, Lora
+from spurline.config import Job, Lora, Parallelism
 from spurline.models.common.feed_forward import FeedForward
 from spurline.moe.dispatch.capacity import capacity_factors
 from spurline.testing.tiny import tiny_model, tiny_run, write_words
@@ -141,6 +143,46 @@ def test_a_base_that_is_gone_or_is_another_one_is_one_line(spurline, config, tmp
     code, _, err = spurline("replay", "run", "--step", "6")
     assert (code, len(err.splitlines())) == (2, 1)
     assert "the adapters were trained on other weights" in err
+
+
+def run_on_ranks(rank, config):
+    with mock.patch.dict(os.environ, {"WORLD_SIZE": str(dist.get_world_size())}):
+        run(config)
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_the_default_batch_is_that_of_the_ranks_that_took_the_step(spurline, ranks, config, tmp_path, saves):
+    """Two ranks take steps 1 to 6, and if there is a checkpoint to resume from, one rank steps 7 and 8."""
+    training = replace(config.training, global_batch_size=-1, steps=8 if saves else 6)
+    checkpoint = replace(config.checkpoint, enable=saves, interval=3, keep_latest_k=0)
+    config = replace(config, training=training, checkpoint=checkpoint)
+    ranks.run(run_on_ranks, 2, replace(config, debug=replace(config.debug, stop_after=6), parallelism=Parallelism(1)))
+    if saves:
+        run(config)
+    records = read_records(tmp_path)
+    for step in (2, 5, 8) if saves else (2,):
+        out = spurline("replay", "run", "--step", str(step)).out
+        first, size = (4 * (step - 1), 4) if step <= 6 else (24 + 2, 2)
+        assert f"step {step}: sequences {first} to {first + size - 1}, in micro-batches of 2\n" in out
+        check_same_numbers(out, records[step - 1])
+
+
+def test_a_step_that_was_not_saved_has_the_batch_of_the_last_start(spurline, ranks, config, tmp_path):
+    training = replace(config.training, global_batch_size=-1)
+    config = replace(config, training=training, checkpoint=replace(config.checkpoint, interval=100))
+    run(replace(config, debug=replace(config.debug, stop_after=2)))
+    path = tmp_path / "run" / "config.json"
+    stored = json.loads(path.read_text())
+    stored["environment"]["ranks"] = 3  # that resumed, and ended before they saved
+    path.write_text(json.dumps(stored))
+    assert "\nstep 3: sequences 4 to 9, in micro-batches of 2\n" in spurline("replay", "run", "--step", "3").out
+    del stored["environment"]
+    path.write_text(json.dumps(stored))
+    assert "\nstep 3: sequences 4 to 5, in micro-batches of 2\n" in spurline("replay", "run", "--step", "3").out
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    code, out, err = spurline("replay", "run", "--step", "3")
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert "run: the sequences in a step are unknown, as neither a checkpoint nor the environment in config.json" in err
 
 
 def test_capacity_that_grew_is_replayed(spurline, config, tmp_path):
