@@ -7,6 +7,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,7 @@ def replay(
 def on_one_process(
     config: RunConfig[Any], global_batch_size: int, recorded: RecordedStep | None = None
 ) -> RunConfig[Any]:
-    """The same run without parallelism, compilation and recomputation, and with the batches of the recorded step."""
+    """The same run without parallelism, compilation, recomputation and records, with the batches of the step."""
     training = replace(config.training, on_bad_step="skip", max_bad_steps=2**31, global_batch_size=global_batch_size)
     if recorded is not None:
         training = replace(
@@ -100,6 +101,7 @@ def on_one_process(
         compile=Compile(),
         activation_checkpoint=ActivationCheckpoint(),
         metrics=replace(config.metrics, layer_times=False),
+        debug=replace(config.debug, record_routing="", record_routing_weights=False),
     )
 
 
@@ -124,20 +126,23 @@ def examine(trainer: Trainer, recorded: RecordedStep, say: Callable[[str], None]
     set_token_weight(model, 1 / num_tokens)
     trainer.optimizer.zero_grad()
     is_finite = True
-    for name, batch in batches:
-        with Watch(model) as watch:
-            loss = trainer.loss_of(batch) / num_tokens
-            loss.backward()
-        found = [*watch.findings(), *_not_finite_gradients(model)]
-        value = loss.item() * num_tokens.item() / max(1, int(trainer.count_tokens([batch.labels_BL])))
-        say(f"{name}: loss {value:.4g}{'' if found or not math.isfinite(value) else ', finite'}")
-        for line in found:
-            say(f"  {line}")
-        if found or not math.isfinite(value):
-            is_finite = False
-            if operation := anomaly(trainer, batch, num_tokens):
-                say(f"  {operation}")
-            break  # the others would add to gradients that are not finite
+    with trainer.routing.step(recorded.step) if trainer.routing else nullcontext():
+        for number, (name, batch) in enumerate(batches, 1):
+            if trainer.routing:
+                trainer.routing.micro_batch(number)
+            with Watch(model) as watch:
+                loss = trainer.loss_of(batch) / num_tokens
+                loss.backward()
+            found = [*watch.findings(), *_not_finite_gradients(model)]
+            value = loss.item() * num_tokens.item() / max(1, int(trainer.count_tokens([batch.labels_BL])))
+            say(f"{name}: loss {value:.4g}{'' if found or not math.isfinite(value) else ', finite'}")
+            for line in found:
+                say(f"  {line}")
+            if found or not math.isfinite(value):
+                is_finite = False
+                if operation := anomaly(trainer, batch, num_tokens):
+                    say(f"  {operation}")
+                break  # the others would add to gradients that are not finite
     if is_finite:
         norm = torch.linalg.vector_norm(gradient_norms(model.parameters())).item()
         say(f"all micro-batches: the gradient norm is {norm:.4g}")

@@ -185,6 +185,30 @@ def test_a_step_that_was_not_saved_has_the_batch_of_the_last_start(spurline, ran
     assert "run: the sequences in a step are unknown, as neither a checkpoint nor the environment in config.json" in err
 
 
+def test_nothing_that_a_run_writes_is_touched(spurline, config, tmp_path):
+    config = replace(
+        config,
+        debug=replace(config.debug, record_routing=str(tmp_path / "routing"), record_routing_weights=True),
+        metrics=replace(config.metrics, tensorboard=True, sample_tokens=4, sample_interval=1, validation_batches=1),
+        profile=replace(config.profile, enable=True, first_step=2, steps=1),
+        checkpoint=replace(config.checkpoint, interval=3),
+    )
+    run(config)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    assert tmp_path / "routing" / "step-00000004-rank-00000.npz" in before
+    check_same_numbers(spurline("replay", "run", "--step", "5").out, read_records(tmp_path)[4])
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+def test_routing_that_was_replayed_from_a_recording_is_replayed_again(spurline, config, tmp_path):
+    config = replace(config, model=tiny_model({"score_func": "sigmoid", "route_scale": 50.0}))
+    recording, debug = str(tmp_path / "routing"), config.debug
+    training = replace(config.training, seed=5)
+    run(replace(config, job=Job("other"), training=training, debug=replace(debug, record_routing=recording)))
+    run(replace(config, debug=replace(debug, replay_routing=recording)))
+    check_same_numbers(spurline("replay", "run", "--step", "6").out, read_records(tmp_path)[5])
+
+
 def test_capacity_that_grew_is_replayed(spurline, config, tmp_path):
     tight = tiny_model({"dispatcher": "capacity", "capacity_factor": 0.5, "overflow": "grow"})
     run(replace(config, model=tight))
