@@ -273,6 +273,35 @@ def test_capacity_grows_when_a_step_is_logged_and_goes_on_from_a_checkpoint(trai
     assert all(torch.equal(resumed.weights[name], weight) for name, weight in whole.weights.items())
 
 
+def test_dropped_rows_before_a_checkpoint_are_counted_in_a_run_that_was_killed(train, folder):
+    seldom = [*CHECKPOINT, *CAPACITY, "--metrics.log_interval", "100"]
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt_after(patch, Trainer, "step", 5)
+        assert train(*seldom).code == 130
+    assert "resuming from the checkpoint of step 4" in train(*seldom).out
+    train(*CAPACITY, "--job.dump_folder", "whole", "--metrics.sample_tokens", "0")
+    lines, whole = metrics_of(folder / "run"), metrics_of(folder / "whole")
+    assert [record["step"] for record in lines] == [2, 4, 6, 8]
+    dropped, expected = (
+        sum(line["capacity"]["layers.1.moe"]["dropped_rows"] for line in run) for run in (lines, whole)
+    )
+    assert dropped == expected > 0
+
+
+def test_lines_of_checkpoints_let_no_capacity_grow(train, folder):
+    grow = [*CAPACITY, "--model.moe.overflow", "grow", "--metrics.log_interval", "3", "--metrics.sample_tokens", "0"]
+    saved = train(*grow, *CHECKPOINT)
+    whole = train(*grow, "--job.dump_folder", "whole")
+    factors, expected = (
+        {line["step"]: line["capacity"]["layers.1.moe"]["factor"] for line in metrics_of(folder / name)}
+        for name in ("run", "whole")
+    )
+    assert list(factors) == [2, 3, 4, 6, 8]
+    assert factors[2] == factors[3] == 0.5 < factors[4]
+    assert expected.items() <= factors.items()
+    assert all(torch.equal(saved.weights[name], weight) for name, weight in whole.weights.items())
+
+
 def interrupt_after(patch, owner, name, at_step):
     """The method `name`, which takes the step first, is interrupted at the end of step `at_step`."""
     method = getattr(owner, name)

@@ -67,7 +67,7 @@ class Checkpoint:
 @dataclass(frozen=True)
 class Metrics:
     log_interval: int = 1
-    """Steps between records in metrics.jsonl and updates of the progress line."""
+    """Steps between records in metrics.jsonl and updates of the progress line; a step that is saved has one too."""
     validation_interval: int = 50
     """Steps between validations (0: only after the last step)."""
     validation_batches: int = 4

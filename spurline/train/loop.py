@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 from spurline.config import RunConfig
@@ -34,8 +35,8 @@ def last_step(config: RunConfig[Any]) -> int:
 class TrainingLoop:
     """Takes the remaining steps of a run. All ranks do everything in the same order.
 
-    A step is saved after its metrics were written: a run that is killed in between repeats the step and writes it
-    again, so that no line is missing.
+    A step is saved after its metrics were written, also between the steps that are logged: a run that is killed in
+    between repeats the step and writes it again, so that no line is missing and nothing that is counted is lost.
     """
 
     def __init__(
@@ -92,6 +93,8 @@ class TrainingLoop:
                 )
                 self.replicas.check(step, saving)
                 if saving:
+                    if logged_loss is None:  # what is counted since the last line is not in the checkpoint
+                        self.logger.log(replace(metrics, may_grow=False), held_out)
                     self.save(step, loss)
                 if stopping and step < self.last_step:
                     break
@@ -145,10 +148,9 @@ class TrainingLoop:
         return self.config.checkpoint.enable and self.checkpoints.is_due(step, self.last_step)
 
     def save(self, step: int, loss: float | None) -> None:
-        """Write a checkpoint; a ValueError instead if a non-finite step since the last host read stops the run."""
+        """Write a checkpoint of a step that was logged."""
         self.mark(step, "checkpoint")
         with self.logger.throughput.paused():
-            self.trainer.tally.read()
             self.position = self.trainer.position_after(step)
             extra = {**self.position.stored(), "validation_loss": loss, "run": self.trainer.fingerprint()}
             if factors := capacity_factors(self.trainer.model, self.trainer.world.pipeline_group):

@@ -158,10 +158,10 @@ class CapacityDispatcher(nn.Module):
     def reset_metrics(self) -> None:
         self.needed_thousandths.zero_()
 
-    def apply_metrics(self, own: Mapping[str, float]) -> None:
+    def apply_metrics(self, own: Mapping[str, float], may_grow: bool = True) -> None:
         """Reset the counters, and grow if configured: `own` is reduced over ranks, so that all grow alike."""
         self.dropped_rows.zero_()
-        if self.config.overflow == "grow" and own["needed_factor"] > self.factor:
+        if may_grow and self.config.overflow == "grow" and own["needed_factor"] > self.factor:
             self.factor = grown(own["needed_factor"], self.config)
 
 
@@ -192,14 +192,14 @@ def capacity_dispatchers(model: nn.Module) -> dict[str, CapacityDispatcher]:
     return {path.rpartition(".")[0]: module for path, module in found}
 
 
-def apply_capacity_metrics(model: nn.Module, record: Mapping[str, Any]) -> None:
+def apply_capacity_metrics(model: nn.Module, record: Mapping[str, Any], may_grow: bool = True) -> None:
     """Pass dispatchers their metrics as read on the host: `record["capacity"]`, in the format of `comm/metrics.py`.
 
     Only here does `overflow grow` take effect, as the host has the numbers of all ranks anyway.
     """
     by_layer = record.get("capacity", {})
     for layer, dispatcher in capacity_dispatchers(model).items():
-        dispatcher.apply_metrics(by_layer[layer] if layer else by_layer)
+        dispatcher.apply_metrics(by_layer[layer] if layer else by_layer, may_grow)
 
 
 def capacity_factors(model: nn.Module, pipeline: ProcessGroup | None = None) -> dict[str, float]:

@@ -27,6 +27,8 @@ class StepMetrics:
     tally: StepTally = field(repr=False)
     meshes: Meshes | None
     """The ranks that metrics are reduced over; None for a single rank."""
+    may_grow: bool = True
+    """Whether reading lets `overflow grow` take effect: not where a step is only logged because it is saved."""
 
     def read(self) -> dict[str, Any]:
         """Reduce all metrics over the ranks and copy them to the host: all ranks together, before the next step.
@@ -43,7 +45,7 @@ class StepMetrics:
         if meshes is not None and meshes.pp is not None:
             record = join_records(record, reduced.reductions(), meshes.pp.get_group())
         self.tally.take(record)
-        apply_capacity_metrics(self.model, record)
+        apply_capacity_metrics(self.model, record, self.may_grow)
         return {
             "step": self.step,
             "lr": self.lr,
