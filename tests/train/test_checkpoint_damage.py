@@ -212,6 +212,27 @@ def test_a_full_disk_is_told_and_the_older_ones_stay(tmp_path, checkpoints, monk
     assert checkpoints.latest() == 3
 
 
+@pytest.mark.parametrize("where", ["", "memory://bucket/run"])
+def test_an_old_checkpoint_that_can_not_be_removed_is_a_warning(tmp_path, said, monkeypatch, where):
+    if where:
+        pytest.importorskip("fsspec").filesystem("memory").store.clear()
+
+    def forbidden(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    checkpoints = CheckpointManager(tmp_path, 1, 1, say=said.append, elsewhere=where)
+    checkpoints.save(1, *make(1.0), {"step": 1})
+    monkeypatch.setattr("spurline.train.checkpoint.folder.remove_path", forbidden)
+    monkeypatch.setattr("spurline.remote.RemotePath.remove_tree", forbidden)
+    for step in (2, 3):
+        checkpoints.save(step, *make(float(step)), {"step": step})
+        assert said.pop() == f"warning: {checkpoints.folder}: older checkpoints were not removed: Permission denied"
+        assert checkpoints.latest() == step
+    monkeypatch.undo()
+    checkpoints.save(4, *make(4.0), {"step": 4})
+    assert (said, CheckpointFolder(tmp_path, elsewhere=where).named_steps()) == ([], [4])
+
+
 def test_a_folder_that_may_not_be_written_is_named(tmp_path, monkeypatch):
     def forbidden(path, *_, **__):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))

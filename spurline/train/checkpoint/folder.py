@@ -83,22 +83,27 @@ class CheckpointFolder:
 
     def prepare(self, step: int) -> None:
         """Make room for a checkpoint that is about to be written."""
-        if isinstance(self.path, Path):
-            self.path.mkdir(parents=True, exist_ok=True)
+        temporary = self.temporary(step)
+        if isinstance(temporary, Path):
+            temporary.parent.mkdir(parents=True, exist_ok=True)
+            if os.path.lexists(temporary):
+                remove_path(temporary)
         elif step in self.passed_steps():
             self.remove_passed(step)
         elif step in self.named_steps():
             self.remove(step)
-        self.clean()
+        with contextlib.suppress(OSError):  # the rest is not in the way
+            self.clean()
 
     def discard(self, step: int) -> None:
-        """Remove the partial files of a checkpoint that failed."""
+        """Remove the partial files of a checkpoint that failed; a complete one stays."""
         temporary = self.temporary(step)
         if isinstance(temporary, Path):
             shutil.rmtree(temporary, ignore_errors=True)
         else:
             with contextlib.suppress(OSError):
-                temporary.remove_tree()
+                if not (temporary / RECORD).exists():
+                    temporary.remove_tree()
 
     def complete(self, step: int) -> Path | RemotePath:
         """The folder of the checkpoint of `step`; if it does not exist, a ValueError that lists the steps that do."""
@@ -158,6 +163,18 @@ class CheckpointFolder:
         publish(temporary, path)
         with contextlib.suppress(OSError):
             remove_path(self._aside(record.step))
+
+    def prune(self, step: int, keep_latest_k: int, keep_best: bool) -> None:
+        """Remove checkpoints up to `step` except the latest keep_latest_k (0: keep all) and, on request, the best."""
+        if not keep_latest_k:
+            return
+        best = self.best() if keep_best else None
+        for old in [older for older in self.steps() if older <= step][:-keep_latest_k]:
+            if old != best:
+                self.remove(old)
+        for old in self.passed_steps():
+            if old <= step:
+                self.remove_passed(old)
 
     def remove(self, step: int) -> None:
         """Remove a checkpoint, renamed first so that a kill during the removal leaves nothing that looks complete."""

@@ -30,6 +30,7 @@ from spurline.train.checkpoint.state import (
     optimizer_tensors,
 )
 from spurline.train.exit_codes import DivergedError, RunError
+from spurline.untrusted import reason
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import SavePlanner
@@ -195,15 +196,10 @@ class CheckpointManager:
 
     def _publish(self, record: CheckpointRecord) -> None:
         self._files.publish(record)
-        if self.keep_latest_k:
-            up_to_this = [step for step in self._files.steps() if step <= record.step]
-            best = self._files.best() if self.keep_best else None
-            for step in up_to_this[: -self.keep_latest_k]:
-                if step != best:
-                    self._files.remove(step)
-            for step in self._files.passed_steps():
-                if step <= record.step:
-                    self._files.remove_passed(step)
+        try:
+            self._files.prune(record.step, self.keep_latest_k, self.keep_best)
+        except OSError as error:  # the new checkpoint is complete
+            self._say(f"warning: {self.folder}: older checkpoints were not removed: {reason(error)}")
 
     # Reading.
 
