@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import random
+import struct
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 from spurline.train.checkpoint.folder import CheckpointFolder
 from spurline.train.checkpoint.manager import CheckpointManager
 from spurline.train.checkpoint.plain_pickle import read_pickle
+from spurline.train.checkpoint.random_state import random_state, restore_random_state, seed_random
 
 
 def make(seed=0):
@@ -290,6 +292,57 @@ def test_a_random_state_that_is_not_bytes_is_one_line(tmp_path, entry):
     rewrite(tmp_path / "checkpoints" / "step-00000001", change)
     with pytest.raises(ValueError, match=r"has no random\.0 of bytes"):
         CheckpointManager(tmp_path, 1, 0).restore_random(1, seed=0)
+
+
+def set_numpy_position(position):
+    return lambda state: state["numpy"].__setitem__(2, position)
+
+
+def set_torch_words(left, position):
+    def change(state):
+        content = bytearray.fromhex(state["torch"])
+        struct.pack_into("=8xi4xQ", content, 0, left, position)
+        struct.pack_into("=i", content, 12, 1)  # it was seeded
+        state["torch"] = content.hex()
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (set_numpy_position(10**8), "NumPy's position is not"),
+        (set_numpy_position(-1), "NumPy's position is not"),
+        (set_numpy_position(0.5), "NumPy's position is not"),
+        (lambda state: state.update(numpy=state["numpy"][:2]), "not enough values"),
+        (set_torch_words(600, 600), "torch's position is not"),
+        (set_torch_words(1, 2**32), "torch's position is not"),
+        (lambda state: state.update(torch="00"), "unpack_from requires"),
+        (lambda state: state["python"].__setitem__(2, "x"), "Python's next normal number is not"),
+    ],
+)
+def test_a_random_state_that_points_outside_of_its_words_is_refused(change, told):
+    """Drawing from it would read other memory, or end the process with a segmentation fault."""
+    state = json.loads(bytes(random_state().numpy()))
+    change(state)
+    seed_random(0, 1, 0)
+    expected = draw()
+    seed_random(0, 1, 0)
+    with pytest.raises(ValueError, match=f"the random state in the checkpoint is damaged: .*{told}") as refused:
+        restore_random_state(json.dumps(state).encode())
+    assert "\n" not in str(refused.value)
+    assert draw() == expected
+
+
+@pytest.mark.parametrize("num_drawn", [0, 1, 623, 624, 625])
+def test_a_random_state_is_restored_wherever_it_stands(num_drawn):
+    seed_random(0, 1, 0)
+    np.random.rand(num_drawn // 2)
+    torch.randint(2, (num_drawn,))
+    state = bytes(random_state().numpy())
+    expected = draw()
+    restore_random_state(state)
+    assert draw() == expected
 
 
 def test_an_empty_chunk_does_not_take_the_place_of_another(tmp_path):
