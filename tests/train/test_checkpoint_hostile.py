@@ -11,7 +11,9 @@ import pytest
 import torch
 import version1_checkpoints as version1
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from spurline.train.checkpoint.finite import non_finite_names
 from spurline.train.checkpoint.folder import CheckpointFolder
 from spurline.train.checkpoint.manager import CheckpointManager
 from spurline.train.checkpoint.plain_pickle import read_pickle
@@ -430,6 +432,36 @@ def test_the_state_of_the_optimizer_is_looked_at_too(tmp_path):
     optimizer.state[model[0].bias]["exp_avg_sq"][2] = float("inf")
     with pytest.raises(ValueError, match=r"optimizer\.exp_avg_sq\.0\.bias is not finite"):
         CheckpointManager(tmp_path, 1, 0).save(1, model, optimizer, {})
+
+
+class OnAnAccelerator(torch.Tensor):
+    """A tensor that claims to be on an accelerator, and is computed on the CPU."""
+
+    @staticmethod
+    def __new__(cls, data):
+        made = torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=data.dtype, device="meta")
+        made.data_on_cpu = data
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        given = [arg for arg in tree_leaves((args, kwargs)) if isinstance(arg, torch.Tensor)]
+        if not all(isinstance(tensor, cls) for tensor in given):
+            raise RuntimeError("Expected all tensors to be on the same device")
+        args, kwargs = tree_map_only(cls, lambda tensor: tensor.data_on_cpu, (args, kwargs or {}))
+        return tree_map_only(torch.Tensor, cls, function(*args, **kwargs))
+
+    def tolist(self):  # refused for subclasses
+        return self.data_on_cpu.tolist()
+
+
+@pytest.mark.parametrize("bad", ["", "moment", "weight", "step"])
+def test_step_counts_on_the_host_are_looked_at_beside_weights_on_an_accelerator(bad):
+    tensors = {name: torch.ones(2) for name in ("weight", "moment")} | {"step": torch.tensor(3.0)}
+    if bad:
+        tensors[bad].fill_(float("nan"))
+    named = [(name, tensor if name == "step" else OnAnAccelerator(tensor)) for name, tensor in tensors.items()]
+    assert non_finite_names(named) == [bad] * bool(bad)
 
 
 def test_large_values_whose_sum_overflows_are_finite(tmp_path):

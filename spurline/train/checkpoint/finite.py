@@ -10,17 +10,25 @@ from torch.distributed.tensor import DTensor
 
 
 def non_finite_names(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """The names of tensors whose local shard has an infinity or a NaN; one host read if there are none."""
+    """The names of tensors whose local shard has an infinity or a NaN; one host read per device if none."""
     named = [
         (name, tensor.to_local() if isinstance(tensor, DTensor) else tensor)
         for name, tensor in tensors
         if tensor.is_floating_point()
     ]
-    sums = [_sum(tensor) for _, tensor in named]
-    if not sums or torch.stack(sums).isfinite().all():
+    by_device: dict[torch.device, list[tuple[str, Tensor]]] = {}
+    for name, tensor in named:  # an optimizer may keep its step counts on the host
+        by_device.setdefault(tensor.device, []).append((name, tensor))
+    return [name for of_device in by_device.values() for name in _non_finite_names(of_device)]
+
+
+def _non_finite_names(named: list[tuple[str, Tensor]]) -> list[str]:
+    """The same for tensors of one device."""
+    finite = torch.stack([_sum(tensor) for _, tensor in named]).isfinite()
+    if finite.all():
         return []
     # The sum of finite values may overflow, so look at each value where the sum is not finite.
-    suspects = [named[i] for i in torch.stack(sums).isfinite().logical_not().nonzero().flatten().tolist()]
+    suspects = [named[i] for i in finite.logical_not().nonzero().flatten().tolist()]
     return [name for name, tensor in suspects if not _as_float(tensor).isfinite().all()]
 
 
