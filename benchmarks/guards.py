@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -115,7 +114,7 @@ def beat_seconds(trainer: Trainer, number: int = 200) -> float:
         lock, spent = FolderLock(folder), []
         lock.take()
         channels = [SideChannel(Meeting(rank, 2, store, store.clone())) for rank in (0, 1)]
-        watchdog, other = (Watchdog(Path(folder), channel=channel) for channel in channels)
+        watchdog, other = (Watchdog(channel=channel) for channel in channels)
         watchdog.module_names = {id(module): name for name, module in trainer.model.named_modules()}
 
         def beat() -> None:

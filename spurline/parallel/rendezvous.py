@@ -59,8 +59,9 @@ def refuse_different_options(meeting: Meeting, options: Mapping[str, str]) -> No
     """Raise the same ValueError on all ranks if they were started with different options, or run different code.
 
     Rank 0 compares them through the store: ranks with different options might not even create the same process groups.
+    Ranks wait in `store`, which leaves `side_store` to those that watch them.
     """
-    store, rank = meeting.side_store, meeting.rank
+    store, rank = meeting.store, meeting.rank
     store.set(f"options/{rank}", json.dumps(dict(options)))
     if rank == 0:
         keys = [f"options/{other}" for other in range(meeting.size)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -65,6 +65,11 @@ class World:
         """The ranks of one pipeline, which have different layers; None without stages."""
         return self.meshes.pp.get_group() if self.meshes is not None and self.meshes.pp is not None else None
 
+    def wait_for_all(self) -> None:
+        """Return when every rank has called this, and has done all collectives before."""
+        if self.meshes is not None:
+            wait_for_all_ranks(self.device)
+
     def sum_over_data(self, value: Tensor) -> Tensor:
         """Sum over the ranks that read different sequences; ranks that share sequences have the same value."""
         return self._sum(value, self.meshes.batch_group) if self.meshes is not None else value
@@ -96,36 +101,40 @@ def joined_world(
     device: str = "auto",
     timeout_seconds: int = 0,
     options: Callable[[], Mapping[str, str]] = dict,
+    guarded: Callable[[Meeting | None], AbstractContextManager[object]] = nullcontext,
 ) -> Iterator[World]:
     """Join the other ranks, if torchrun started any, for as long as the block lasts.
 
     `device` is the value of training.device (auto, cpu, ...); a collective fails after waiting timeout_seconds (0:
-    PyTorch's default) for a rank. A ValueError on all ranks if their `options` differ.
+    PyTorch's default) for a rank. A ValueError on all ranks if their `options` differ. `guarded` surrounds all in which
+    ranks can wait for each other, from when they have met to the barrier at the end; its meeting is that of the World.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
-        yield World.alone(device)
+        with guarded(None):
+            yield World.alone(device)
         return
     own_device = pick_device(device)
     degrees = resolve_degrees(parallelism, size)
-    meeting = None
-    if not dist.is_initialized():
-        meeting = meet(timeout_seconds)
-        refuse_different_options(meeting, options())
-        start_process_group(own_device, timeout_seconds, meeting.store, meeting.rank, meeting.size)
+    meeting = None if dist.is_initialized() else meet(timeout_seconds)
     try:
-        meshes = build_meshes(degrees, own_device.type)
-        host_group = dist.new_group(backend="gloo") if is_accelerator(own_device) else meshes.world_group
-        if timeout_seconds:
-            for group in (*meshes.groups(), host_group):
-                # New groups have the default timeout of their backend, not that of the first group.
-                limit_waiting(group, timeout_seconds)
-        yield World(own_device, degrees, meshes, host_group, meeting)
+        with guarded(meeting):
+            if meeting is not None:
+                refuse_different_options(meeting, options())
+                start_process_group(own_device, timeout_seconds, meeting.store, meeting.rank, meeting.size)
+            meshes = build_meshes(degrees, own_device.type)
+            host_group = dist.new_group(backend="gloo") if is_accelerator(own_device) else meshes.world_group
+            if timeout_seconds:
+                for group in (*meshes.groups(), host_group):
+                    # New groups have the default timeout of their backend, not that of the first group.
+                    limit_waiting(group, timeout_seconds)
+            yield World(own_device, degrees, meshes, host_group, meeting)
+            if meeting is not None:
+                wait_for_all_ranks(own_device)  # no rank may close connections that another one still uses
         if meeting is not None:
-            wait_for_all_ranks(own_device)  # no rank may close connections that another one still uses
             dist.destroy_process_group()
     except BaseException:
-        if meeting is not None:
+        if meeting is not None and dist.is_initialized():
             _abandon_groups()
         raise
 

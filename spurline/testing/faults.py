@@ -35,6 +35,7 @@ from torch import Tensor
 
 from spurline.comm.exchange import Departure
 from spurline.data.loader import TrainBatches
+from spurline.parallel import world as world_module
 from spurline.train import loop as loop_module
 from spurline.train import run as run_module
 from spurline.train import trainer as trainer_module
@@ -46,7 +47,7 @@ from spurline.train.loop import TrainingLoop
 from spurline.train.trainer import Trainer
 
 IN_A_STEP = ("data", "step", "exchange", "forward", "backward", "optimizer")
-AROUND_STEPS = ("start", "load", "validation", "save", "write", "publish", "end")
+AROUND_STEPS = ("meet", "start", "load", "validation", "save", "write", "publish", "end", "leave")
 POINTS = (*IN_A_STEP, *AROUND_STEPS)
 SPECIAL = {
     "nan": "forward",
@@ -141,6 +142,7 @@ class _Injector:
         self._lock = threading.Lock()  # batches are loaded in another thread
 
     def install(self) -> None:
+        self._before(world_module, "refuse_different_options", "meet")
         self._before(run_module, "make_trainer", "start")
         self._before(CheckpointManager, "load_newest", "load")
         self._before(Trainer, "micro_batches_on_host", "data", step_of=lambda trainer, step: step)
@@ -151,6 +153,7 @@ class _Injector:
         self._before(CheckpointFolder, "publish", "publish")
         self._before(trainer_module, "step_unless", "optimizer")
         self._after(TrainingLoop, "run", "end")
+        self._before(world_module, "wait_for_all_ranks", "leave")
         self._in_forward_and_backward()
         self._in_exchange()
         self._in_weights()

@@ -7,9 +7,9 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from types import TracebackType
+from pathlib import Path
 
-from spurline.parallel.world import World
+from spurline.parallel.rendezvous import Meeting
 from spurline.remote import is_remote
 from spurline.train.checkpoint.ranks import Ranks
 from spurline.train.exit_codes import FolderInUseError, LostRankError
@@ -24,19 +24,62 @@ from spurline.train.watchdog import Watchdog
 
 
 class Guard:
-    """Watches a run, as a context manager; from `own_folder` on it also owns the folder of the run.
+    """Watches a run from the time its ranks met (`watching`), and protects its folder (`protecting`, `own_folder`).
 
     An error that is raised inside is logged and reported to the other ranks. One that another rank has caused becomes a
     LostRankError that names that rank, with its error.
     """
 
-    def __init__(self, world: World, claim: Claim, watchdog_seconds: float, progress: Progress) -> None:
-        self._folder, self._progress = claim.folder, progress
-        self._channel = SideChannel(world.meeting) if world.meeting is not None else None
-        self.watchdog = Watchdog(claim.folder / "logs", watchdog_seconds, self._channel)
-        self._job, self._locks = claim.job, [FolderLock(claim.folder, claim.job)]
+    def __init__(self, watchdog_seconds: float) -> None:
+        self.watchdog = Watchdog(watchdog_seconds)
+        """That of `watching`."""
+        self._seconds = watchdog_seconds
+        self._channel: SideChannel | None = None
+        self._locks: list[FolderLock] = []
         self._log: RankLog | None = None
+        self._reported: BaseException | None = None
         self._contexts = ExitStack()
+
+    @contextmanager
+    def watching(self, meeting: Meeting | None) -> Iterator[None]:
+        """Watch this rank and the others; `meeting` is None if there is only one rank."""
+        self._channel = SideChannel(meeting) if meeting is not None else None
+        self.watchdog = Watchdog(self._seconds, self._channel)
+        self.watchdog.start()
+        try:
+            with self.reporting():
+                yield
+        finally:
+            self.watchdog.stop()
+
+    @contextmanager
+    def reporting(self) -> Iterator[None]:
+        """Report an error that is raised inside, once: nested blocks report it in the innermost one."""
+        try:
+            yield
+        except BaseException as error:
+            if self._channel is None or error is self._reported:
+                raise
+            with _sigterm_ignored():
+                if self._log is not None:
+                    self._log.write(f"in step {self.watchdog.step}:\n{''.join(traceback.format_exception(error))}")
+                self._reported = _tell(error, self._channel, self.watchdog.step)
+            if self._reported is error:
+                raise
+            raise self._reported from error
+
+    @contextmanager
+    def protecting(self, claim: Claim, progress: Progress) -> Iterator[None]:
+        """Prepare for `own_folder`; at the end, release what it has taken."""
+        self._folder, self._job, self._progress = claim.folder, claim.job, progress
+        self.watchdog.log_folder = claim.folder / "logs"
+        self.watchdog.mark(0, "start")
+        with self._contexts:
+            try:
+                with self.reporting():
+                    yield
+            finally:
+                self._release()
 
     def own_folder(
         self, trainer: Trainer, prepare: Callable[[], None] = lambda: None, checkpoint_folder: str = ""
@@ -46,8 +89,10 @@ class Guard:
         The same for a `checkpoint_folder` elsewhere, unless it is remote: object stores have no locks. Then the first
         rank calls `prepare`, before anything is written to the folder.
         """
+        folders = [self._folder]
         if checkpoint_folder and not is_remote(checkpoint_folder):
-            self._locks.append(FolderLock(checkpoint_folder, self._job))
+            folders.append(Path(checkpoint_folder))
+        self._locks = [FolderLock(folder, self._job) for folder in folders]
 
         def take() -> str:
             try:
@@ -83,23 +128,6 @@ class Guard:
         self.watchdog.say = self._progress.listener = log.write
         if error := error_of_last_attempt(log.folder):
             self._progress.log(f"restart {restart_count()}, because {error}")
-
-    def __enter__(self) -> Guard:
-        self.watchdog.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with self._contexts, _sigterm_ignored():
-            self.watchdog.stop()
-            self._release()
-            if error is None or self._channel is None:
-                return
-            if self._log is not None:
-                self._log.write(f"in step {self.watchdog.step}:\n{''.join(traceback.format_exception(error))}")
-            if (cause := _tell(error, self._channel, self.watchdog.step)) is not error:
-                raise cause from error
 
 
 def _tell(error: BaseException, channel: SideChannel, step: int) -> BaseException:

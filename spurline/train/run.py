@@ -40,7 +40,7 @@ from spurline.train.position import Position, stored_position
 from spurline.train.progress import Progress
 from spurline.train.rank_options import options_of_rank
 from spurline.train.run_folder import claimed_folder, how_to_resume, own, start_anew, with_folder
-from spurline.train.run_state import RunState
+from spurline.train.run_state import RunState, note_finished
 from spurline.train.sample import append_sample, drop_samples_after, sample_text
 from spurline.train.setup import weights_changed
 from spurline.train.step_back import SpikeWatch, step_back
@@ -58,18 +58,20 @@ class Ended(NamedTuple):
 def train(module: str, config_name: str, config: RunConfig[Any]) -> Ended:
     """Run the complete job, which fills its folder: config.json, metrics.jsonl and, if enabled, checkpoints."""
     keeps_memory = config.training.keep_freed_memory and keep_freed_memory()
+    guard = Guard(config.comm.watchdog_seconds)
     with (
         joined_world(
             config.parallelism,
             config.training.device,
             config.comm.timeout_seconds,
             lambda: options_of_rank(module, config_name, config),
+            guard.watching,
         ) as world,
         Progress(
             config.training.steps, enabled=world.is_first, show_expert_load=config.metrics.live_expert_load
         ) as progress,
-        claimed_folder(config, progress.log) as claim,
-        Guard(world, claim, config.comm.watchdog_seconds, progress) as guard,
+        claimed_folder(config, progress.log, lambda: guard.watchdog.mark(0, "start")) as claim,
+        guard.protecting(claim, progress),
         ExitStack() as signals,
     ):
         folder, config = claim.folder, with_folder(config, claim.folder)
@@ -101,6 +103,7 @@ def train(module: str, config_name: str, config: RunConfig[Any]) -> Ended:
             progress.log(line)
         if start.step >= last_step(config):
             progress.log(f"all {start.step} steps have been taken: a larger --training.steps takes more")
+            note_finished(folder, world.is_first)
             return Ended(folder)
         if world.is_first:
             config_io.save(folder / "config.json", module, config_name, config, environment(world))
@@ -114,6 +117,8 @@ def train(module: str, config_name: str, config: RunConfig[Any]) -> Ended:
         if loop.is_finished and config.metrics.sample_tokens:
             mark(config.training.steps, "sample")
             write_sample(trainer, folder, loop.position.step, progress)
+        mark(loop.position.step, "end")
+        world.wait_for_all()  # a rank that is lost before its end is not that of a finished run
         state.state = "finished" if loop.is_finished else "stopped"
         progress.log(f"run folder: {folder}")
     if loop.is_finished:

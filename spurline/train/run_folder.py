@@ -50,15 +50,18 @@ class Claim(NamedTuple):
 
 
 @contextmanager
-def claimed_folder(config: RunConfig[Any], say: Callable[[str], None] = print) -> Iterator[Claim]:
+def claimed_folder(
+    config: RunConfig[Any], say: Callable[[str], None] = print, on_wait: Callable[[], None] = lambda: None
+) -> Iterator[Claim]:
     """The folder of the run, created and visible to all ranks; a ValueError on all of them if there is none.
 
-    A folder that was created for the run and is still empty at the end of the block is removed.
+    A folder that was created for the run and is still empty at the end of the block is removed. While it is unknown
+    whether an owner lives, `on_wait` is called every few seconds.
     """
     ranks = Ranks()
     made: list[Path] = []
     job = ranks.first(job_of_launcher)
-    _wait_for_owner(config.job, job, ranks, say)
+    _wait_for_owner(config.job, job, ranks, say, on_wait)
 
     def claim() -> Claim:
         missing = missing_folders(Path(config.job.dump_folder or config.job.runs_folder))
@@ -81,13 +84,15 @@ def claimed_folder(config: RunConfig[Any], say: Callable[[str], None] = print) -
         remove_if_empty(made)
 
 
-def _wait_for_owner(job: Job, launched_as: str, ranks: Ranks, say: Callable[[str], None]) -> None:
+def _wait_for_owner(
+    job: Job, launched_as: str, ranks: Ranks, say: Callable[[str], None], on_wait: Callable[[], None]
+) -> None:
     """Wait until it is known whether the owner of the named folder, if it has one, lives or is dead."""
     if not job.dump_folder:
         return
     lock = FolderLock(_folder_of_job(job, launched_as) or job.dump_folder, launched_as)
     while ranks.first(lambda: lock.wait(_SECONDS_PER_TURN, say)):
-        pass
+        on_wait()
 
 
 def with_folder(config: RunConfig[Any], folder: Path) -> RunConfig[Any]:

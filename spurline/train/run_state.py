@@ -38,3 +38,10 @@ class RunState:
         content = {"state": self.state, "why": why, "ended": time.strftime("%Y-%m-%d %H:%M:%S")}
         with contextlib.suppress(OSError):  # a full disk must not fail the run
             write_file(self._path, json.dumps(content) + "\n")
+
+
+def note_finished(folder: Path, enabled: bool) -> None:
+    """Record that a run with nothing left to do has finished, if its end was not recorded: ranks were lost there."""
+    if enabled and not (folder / STATE_FILE).exists():
+        with RunState(folder, enabled) as state:
+            state.state = "finished"

@@ -41,13 +41,10 @@ class Watchdog:
     That thread announces each phase with `mark`; everything else is read from outside, at no cost to the step.
     """
 
-    def __init__(
-        self,
-        log_folder: Path,
-        seconds: float = 0.0,
-        channel: SideChannel | None = None,
-    ) -> None:
+    def __init__(self, seconds: float = 0.0, channel: SideChannel | None = None) -> None:
         """`seconds` is the limit of a step (0: from the median, -1: none)."""
+        self.log_folder: Path | None = None
+        """Where stacks are written, once the folder of the run is known."""
         self.module_names: Mapping[int, str] = {}
         """By id(), to identify the layer."""
         self.phase_of_step: Callable[[], str] = str
@@ -57,7 +54,7 @@ class Watchdog:
         self.on_end: Callable[[], None] = lambda: None
         """Called last before the process ends, because nothing is cleaned up."""
         self.say: Callable[[str], None] = lambda line: None
-        self._log_folder, self._seconds, self._channel = log_folder, seconds, channel
+        self._seconds, self._channel = seconds, channel
         self._watched = threading.get_ident()
         self._marked = (0, "start", time.monotonic())
         self._durations: deque[float] = deque(maxlen=64)
@@ -165,7 +162,10 @@ class Watchdog:
         return Beat(rank, self._process, self._number, step, phase, seconds, place.collective, text, _calls())
 
     def _silent_rank(self, channel: SideChannel) -> int | None:
-        """The next rank that is not done, if its heartbeat has not changed for too long; each rank watches one."""
+        """The next rank that is not done, if its heartbeat has not changed for too long; each rank watches one.
+
+        A rank that has not been heard of may take longer, as the start does: it may still load libraries.
+        """
         for distance in range(1, channel.size):
             rank = (channel.rank + distance) % channel.size
             beat = channel.beats([rank]).get(rank)
@@ -174,7 +174,8 @@ class Watchdog:
             number = beat.number if beat else 0
             if self._heard is None or self._heard[:2] != (rank, number):
                 self._heard = (rank, number, time.monotonic())
-            return rank if time.monotonic() - self._heard[2] > 0.75 * self.limit else None
+            patience = 0.75 * self.limit * (1 if beat else TIMES_OTHER_PHASES)
+            return rank if time.monotonic() - self._heard[2] > patience else None
         return None
 
     def _verdict(self, channel: SideChannel, silent: list[int]) -> tuple[str, list[int]]:
@@ -183,7 +184,7 @@ class Watchdog:
         step, phase, since = self._marked
         if silent and silent[0] not in beats:
             line = f"step {step}: rank {silent[0]} has not been heard of since the ranks met"
-            return f"{line}. Stacks of the others: {self._log_folder}", silent
+            return f"{line}{self._stacks('the others')}", silent
         if silent:
             late = beats[silent[0]]
             state = late.process.state() if late.process.is_local else "?"
@@ -196,7 +197,10 @@ class Watchdog:
             what = f"step {step}: {phase} has taken {seconds:.0f} s, and rank {late.rank} did not arrive"
         waiting = [beat.rank for beat in beats.values() if beat.rank != late.rank and beat.collective]
         others = f"; {name_ranks(waiting)} wait{'s' * (len(waiting) == 1)} for it" if waiting else ""
-        return f"{what}. Last seen: {late}{others}. Stacks of all ranks: {self._log_folder}", silent
+        return f"{what}. Last seen: {late}{others}{self._stacks('all ranks')}", silent
+
+    def _stacks(self, whose: str) -> str:
+        return f". Stacks of {whose}: {self.log_folder}" if self.log_folder else ""
 
     def _leave(self, line: str) -> NoReturn:
         """End the run on all ranks without another word in its folder, which another job owns."""
@@ -231,10 +235,12 @@ class Watchdog:
         os._exit(ExitCode.WATCHDOG)
 
     def _dump(self, line: str) -> None:
+        if self.log_folder is None:
+            return
         rank = self._channel.rank if self._channel else 0
-        path = self._log_folder / f"stacks_attempt_{restart_count()}_rank_{rank}.txt"
+        path = self.log_folder / f"stacks_attempt_{restart_count()}_rank_{rank}.txt"
         with contextlib.suppress(OSError):
-            self._log_folder.mkdir(exist_ok=True)
+            self.log_folder.mkdir(exist_ok=True)
             with open(path, "w", encoding="utf-8") as file:
                 file.write(f"{line}\n\n{self._beat()}\n\n")
                 file.flush()

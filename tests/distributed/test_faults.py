@@ -1,5 +1,6 @@
 """Ranks that are killed, stopped, or fail: through a real torchrun, against an undisturbed run."""
 
+import json
 import os
 import re
 import signal
@@ -135,6 +136,24 @@ def test_killed_stopped_and_failing_ranks_are_named_and_the_restarted_run_ends_b
     ranks.run(run_here, 2, config_of(text, tmp_path / "undisturbed"))
     assert run_result(folder) == run_result(tmp_path / "undisturbed")
     assert sorted(path.name for path in folder.parent.iterdir()) == ["0001", "latest"]
+
+
+def test_ranks_that_stop_before_the_folder_is_claimed_or_after_the_last_step_are_named(
+    start: Start, text: Path, tmp_path: Path
+) -> None:
+    """Each would leave the others to the timeout of the process group, half an hour, and the test to its own."""
+    faults = "stop@meet:rank=1,attempt=0; stop@leave:rank=1,attempt=1"
+    folder = tmp_path / "run"
+    process = start("./run_train.sh", *options(text, folder), NGPU="2", RESTARTS="2", SPURLINE_FAULTS=faults)
+    out, err = process.communicate(timeout=500)
+    console = out + err
+    assert process.returncode == 0, console
+    silent = r"step {}: rank {} has been silent for 8 s \(its process is stopped\)"
+    assert "start of step 0" in console
+    assert re.search(silent.format(0, 1), console)
+    assert re.search(silent.format(8, 1), (folder / "logs" / "errors.log").read_text())
+    assert "all 8 steps have been taken" in console
+    assert json.loads((folder / "state.json").read_text())["state"] == "finished"
 
 
 def rank_alone(start: Start, rank: int, port: int, *arguments: str) -> subprocess.Popen[str]:

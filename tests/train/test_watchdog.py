@@ -40,17 +40,17 @@ def take_steps(watchdog, clock, *seconds):
 
 
 def test_limit_follows_the_median_step_with_a_floor(tmp_path, clock):
-    watchdog = Watchdog(tmp_path, channel=channels(2, tmp_path)[0])
+    watchdog = Watchdog(channel=channels(2, tmp_path)[0])
     assert watchdog.limit == 300
     take_steps(watchdog, clock, 1000, 30, 40, 2)
     assert watchdog.limit == 20 * 35
-    assert Watchdog(tmp_path, seconds=10).limit == 10
-    assert Watchdog(tmp_path, seconds=-1, channel=channels(2, tmp_path)[0]).limit == float("inf")
-    assert Watchdog(tmp_path).limit == float("inf")
+    assert Watchdog(seconds=10).limit == 10
+    assert Watchdog(seconds=-1, channel=channels(2, tmp_path)[0]).limit == float("inf")
+    assert Watchdog().limit == float("inf")
 
 
 def test_first_step_and_other_phases_have_more_time(tmp_path, clock):
-    watchdog = Watchdog(tmp_path, seconds=10)
+    watchdog = Watchdog(seconds=10)
     watchdog.mark(1, STEP)
     assert watchdog.limit_of_phase == 60
     clock.now += 1
@@ -78,7 +78,7 @@ def test_rank_that_did_not_arrive_is_named(tmp_path, third, why):
     sides = channels(4, tmp_path)
     for rank, side in enumerate(sides):
         side.send(beat(rank, **(third if rank == 2 else {"collective": "all_reduce", "calls": 9})))
-    watchdog = Watchdog(tmp_path, 10, sides[0])
+    watchdog = Watchdog(10, sides[0])
     watchdog.mark(4, STEP)
     line, silent = watchdog._verdict(sides[0], [])
     assert "step 4: step has taken 0 s, and rank 2 did not arrive. Last seen: rank 2 (process 7 on elsewhere)" in line
@@ -90,7 +90,7 @@ def test_rank_that_was_never_heard_of_is_named(tmp_path):
     sides = channels(3, tmp_path)
     for rank in (0, 1):
         sides[rank].send(beat(rank))
-    line, silent = Watchdog(tmp_path, 10, sides[1])._verdict(sides[1], [2])
+    line, silent = Watchdog(10, sides[1])._verdict(sides[1], [2])
     assert "rank 2 has not been heard of since the ranks met" in line
     assert silent == [2]
 
@@ -99,7 +99,7 @@ def test_each_rank_watches_the_next_one_that_is_not_done(tmp_path, clock):
     sides = channels(3, tmp_path)
     sides[1].leave(beat(1))
     sides[2].send(beat(2))
-    watchdog = Watchdog(tmp_path, 10, sides[0])
+    watchdog = Watchdog(10, sides[0])
     assert watchdog._silent_rank(sides[0]) is None
     clock.now += 7
     assert watchdog._silent_rank(sides[0]) is None
@@ -107,6 +107,20 @@ def test_each_rank_watches_the_next_one_that_is_not_done(tmp_path, clock):
     assert watchdog._silent_rank(sides[0]) == 2
     sides[2].send(Beat(2, Process.own(), 6))
     assert watchdog._silent_rank(sides[0]) is None
+
+
+def test_rank_that_was_not_heard_of_may_still_start(tmp_path, clock):
+    first, second = channels(2, tmp_path)
+    watchdog = Watchdog(10, first)
+    assert watchdog._silent_rank(first) is None
+    clock.now += 44
+    assert watchdog._silent_rank(first) is None
+    clock.now += 2
+    assert watchdog._silent_rank(first) == 1
+    second.send(beat(1))
+    assert watchdog._silent_rank(first) is None
+    clock.now += 8
+    assert watchdog._silent_rank(first) == 1
 
 
 def test_first_verdict_and_first_error_hold_for_all(tmp_path):
@@ -167,7 +181,6 @@ import sys, time
 from pathlib import Path
 from types import SimpleNamespace
 from torch import nn
-from spurline.parallel.world import World
 from spurline.train.guards import Guard
 from spurline.train.progress import Progress
 from spurline.train.run_folder import Claim
@@ -175,7 +188,8 @@ from spurline.train.watchdog import STEP
 trainer = SimpleNamespace(model=nn.Module(), timer=SimpleNamespace(current=""))
 def read_data():
     time.sleep(600)
-with Guard(World.alone("cpu"), Claim(Path(sys.argv[1]), job="a"), 1, Progress(2, enabled=False)) as guard:
+guard, claim = Guard(1), Claim(Path(sys.argv[1]), job="a")
+with guard.watching(None), guard.protecting(claim, Progress(2, enabled=False)):
     guard.own_folder(trainer)
     print(Path(sys.argv[1], "run.lock").read_text())
     guard.watchdog.mark(1, STEP)
@@ -202,7 +216,7 @@ import json, sys, time
 from pathlib import Path
 from spurline.train.folder_lock import FolderLock
 from spurline.train.watchdog import Watchdog
-lock, watchdog = FolderLock(sys.argv[1]), Watchdog(Path(sys.argv[1]) / "logs", seconds=20)
+lock, watchdog = FolderLock(sys.argv[1]), Watchdog(seconds=20)
 lock.take()
 lock.path.write_text(json.dumps({"host": "elsewhere/1", "pid": 7, "started": "1", "since": "today"}))
 watchdog.on_beat = lock.beat
