@@ -15,7 +15,13 @@ import tyro
 from spurline.config_io import preset_problems
 from spurline.models import family_configs
 from spurline.moe.config import MoEConfig
-from spurline.testing.verification.cells import TINY_MODEL, Cell, cell_problems, keep_given
+from spurline.testing.verification.cells import (
+    TINY_MODEL,
+    Cell,
+    cell_problems,
+    factor_that_drops_nothing,
+    keep_given,
+)
 from spurline.testing.verification.matrix import QUICK, full_cells
 from spurline.testing.verification.run import (
     BFLOAT16_TOLERANCES,
@@ -93,6 +99,12 @@ def model_problems(model: Any) -> list[str]:
             f"the model has {human(model.num_params())} parameters, and each rank holds several full copies: reduce it"
             f" to at most {human(MAX_PARAMS)}, for example with --model.num_layers 2 --model.vocab_size 256"
         )
+    enough = factor_that_drops_nothing(model)
+    if not found and enough is not None and model.moe.capacity_factor < enough:
+        found.append(
+            f"model.moe.capacity_factor {model.moe.capacity_factor:g} may drop rows, and the reference drops none:"
+            f" leave the option out, or set it to {enough:g} (num_experts / top_k) or more"
+        )
     return found
 
 
@@ -113,6 +125,10 @@ def _parse_command(argv: list[str]) -> tuple[Command[Any], set[str], list[str]]:
         argv = before + [token for option in options if not option.name.startswith("model.") for token in option.tokens]
     kind: Any = Command[type(model)]  # type: ignore[misc]
     command, not_understood = parse(kind, Command(model=model), argv, PROG, DESCRIPTION)
+    enough = factor_that_drops_nothing(command.model)
+    if enough is not None and not any(option.name == "model.moe.capacity_factor" for option in options):
+        moe = dataclasses.replace(command.model.moe, capacity_factor=enough)
+        command = dataclasses.replace(command, model=dataclasses.replace(command.model, moe=moe))
     return command, given, problems + not_understood
 
 

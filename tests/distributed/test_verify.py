@@ -157,6 +157,12 @@ def test_own_experts_backend_is_judged_in_every_cell(verify: Verify) -> None:
         assert "layers.1.moe.experts.w1_EFD" in result["worst"]["gradient"]["beyond_tolerance"]
 
 
+def test_capacity_is_judged_without_dropped_rows(verify: Verify) -> None:
+    code, results = verify([Cell(), EP], "--model.moe.dispatcher", "capacity")
+    assert [result["problems"] for result in results.values()] == [[]] * 2
+    assert code == 0
+
+
 @pytest.mark.slow
 def test_cells_that_raise_or_hang_fail_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     before, raising, hanging, after = EP, Cell(2, ep=2, exchange="equal split"), Cell(2, ep=2, remat="full"), EP

@@ -307,6 +307,29 @@ def test_all_that_is_wrong_is_told_at_once(spurline):
     ]
 
 
+@pytest.mark.parametrize(("model", "factor"), [([], 4.0), (["--model.moe.top_k", "1"], 8.0), (PRESET, 4.0)], ids=str)
+def test_capacity_has_room_for_all_rows_as_the_reference_does(spurline, judged, model, factor):
+    asked = judged(passes)
+    assert spurline("verify", *model, "--model.moe.dispatcher", "capacity").code == 0
+    for cell in asked["cells"]:
+        moe = run_config(cell, asked["model"]).model.moe
+        assert (moe.dispatcher, moe.capacity_factor) == ("capacity", factor)
+        assert moe.capacity_factor >= moe.num_experts / moe.top_k
+
+
+def test_a_capacity_that_may_drop_rows_is_refused(spurline, judged):
+    asked = judged(passes)
+    capacity = ["--model.moe.dispatcher", "capacity", "--model.moe.capacity_factor"]
+    code, _, err = spurline("verify", *capacity, "1.25")
+    assert (code, asked["cells"]) == (2, [])
+    assert err == (
+        "spurline verify: model.moe.capacity_factor 1.25 may drop rows, and the reference drops none: leave the option"
+        " out, or set it to 4 (num_experts / top_k) or more\n"
+    )
+    assert spurline("verify", *capacity, "5").code == 0
+    assert asked["model"].moe.capacity_factor == 5.0
+
+
 def test_model_that_is_too_large_for_this_machine_is_refused(spurline):
     code, _, err = spurline("verify", "--model.dim", "4096", "--model.num_layers", "80")
     assert code == 2

@@ -132,6 +132,14 @@ def keep_given(cell: Cell, given: set[str]) -> Cell:
     return replace(cell, **as_given)
 
 
+def factor_that_drops_nothing(model: Any) -> float | None:
+    """The capacity factor that is enough for any routing, E / K; None if the dispatcher has no capacity."""
+    moe = getattr(model, "moe", None)
+    if not isinstance(moe, MoEConfig) or moe.dispatcher != "capacity":
+        return None
+    return max(1, moe.num_experts) / max(1, moe.top_k)  # impossible numbers are reported by themselves
+
+
 def run_config(cell: Cell, model: Any) -> RunConfig[Any]:
     """The trainer's config for this cell."""
     options: dict[str, Any] = {}
