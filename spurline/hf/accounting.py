@@ -17,6 +17,7 @@ from spurline.config_io import ConfigError
 from spurline.hf.folder import at_most
 from spurline.hf.quantized import AnyStored
 from spurline.hf.safetensors_file import FLOATS
+from spurline.models.common.decoder_config import portable
 from spurline.models.common.hf import Architecture, Slot
 
 Shape = tuple[int, ...]
@@ -27,7 +28,7 @@ _COMPARED_ELEMENTS = 2**21
 def model_shapes(model: Any) -> dict[str, Shape]:
     """Shape of each parameter and persistent buffer by name, from a model on the meta device."""
     with torch.device("meta"):
-        return {name: tuple(tensor.shape) for name, tensor in model.build().state_dict().items()}
+        return {name: tuple(tensor.shape) for name, tensor in portable(model).build().state_dict().items()}
 
 
 def target_dtype(name: str, own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:

@@ -112,19 +112,16 @@ def _place(base: dict[str, Any]) -> str:
 
 def load_with_base(run: Path, config: RunConfig[Any], step: int, device: torch.device, sign_key: bytes | None) -> Any:
     """The model of a run with adapters, on one device, with the adapters folded into its weights."""
-    import torch
-
     from spurline.lora.attach import attach_adapters, fold_adapters
-    from spurline.models.common.init import initialize_buffers
+    from spurline.models.common.init import build_to_load
     from spurline.train.checkpoint.manager import CheckpointManager
 
     if problems := base_problems(config):
         raise ConfigError(problems)
-    with torch.device("meta"):
-        model = config.model.build()
-    attach_adapters(model, config.lora.rank, config.lora.alpha, config.lora.targets)
-    model.to_empty(device=device)
-    initialize_buffers(model)
+    lora = config.lora
+    model = build_to_load(
+        config.model, device, lambda model: attach_adapters(model, lora.rank, lora.alpha, lora.targets)
+    )
     base = load_base(model, config)
     extra = CheckpointManager(run, interval=1, keep_latest_k=0, sign_key=sign_key).load(step, model, None)
     check_base(extra, base, f"{run}")

@@ -17,7 +17,8 @@ from spurline.train.checkpoint.manager import CheckpointManager
 from spurline.train.run import train
 
 QUIET = {"validation_batches": 0, "sample_tokens": 0, "tensorboard": False, "report": False}
-MODEL = tiny_model(moe={"bias_update_rate": 1e-2})
+MOE = {"bias_update_rate": 1e-2}
+MODEL = tiny_model(moe=MOE)
 NAMES = ("deepseek_v3", "deepseek_v3_debugmodel")
 
 
@@ -76,6 +77,15 @@ def test_generation_has_base_and_adapters(base: RunConfig[Any], tmp_path: Path) 
             expected = expected + 2.0 * (adapters[f"model.{name}_lora_b"] @ adapters[f"model.{name}_lora_a"])
             assert not torch.equal(tensor, weights[name])
         torch.testing.assert_close(tensor, expected)
+
+
+def test_generation_needs_no_library_that_training_needed(base: RunConfig[Any], tmp_path: Path) -> None:
+    config = adapted(base, tmp_path, training={"steps": 1})
+    train(*NAMES, config)
+    elsewhere = replace(config, model=tiny_model(moe={**MOE, "dispatcher": "deep_ep", "experts_backend": "triton"}))
+    expected = load_model(tmp_path, config, None).state_dict()
+    for name, tensor in load_model(tmp_path, elsewhere, None).state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
 
 
 def test_other_base_weights_are_refused(base: RunConfig[Any], tmp_path: Path) -> None:

@@ -74,6 +74,22 @@ def test_a_model_comes_is_trained_and_goes(spurline, theirs, tmp_path):
     assert len(list((tmp_path / "first").glob("model-*.safetensors"))) > 2
 
 
+@pytest.mark.parametrize(
+    "moe",
+    [{"dispatcher": "capacity", "capacity_factor": 0.25}, {"dispatcher": "deep_ep", "experts_backend": "triton"}],
+    ids=lambda moe: moe["dispatcher"],
+)
+def test_a_run_with_any_dispatcher_and_kernel_goes_on_any_machine(spurline, theirs, tmp_path, moe):
+    assert spurline("convert", "from-hf", str(theirs), "run").code == 0
+    path = tmp_path / "run" / "config.json"
+    config = json.loads(path.read_text())
+    config["model"]["moe"].update(moe)
+    path.write_text(json.dumps(config))
+    code, out, err = spurline("convert", "to-hf", "run", "back", "--verify")
+    assert (code, err) == (0, "")
+    assert out.splitlines()[1].startswith("verified: ")
+
+
 def test_training_starts_from_the_imported_weights(spurline, theirs, tmp_path):
     from spurline import config_io
     from spurline.config import Data

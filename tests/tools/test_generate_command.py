@@ -152,6 +152,29 @@ def test_checkpoint_of_a_sharded_run_is_loaded_on_one_process(ranks: RankPool, t
         assert torch.equal(model.state_dict()[name], tensor), name
 
 
+@pytest.mark.parametrize(
+    "moe",
+    [
+        {"dispatcher": "capacity", "capacity_factor": 0.25},
+        {"dispatcher": "deep_ep"},
+        {"dispatcher": "hybrid_ep", "experts_backend": "triton"},
+    ],
+    ids=lambda moe: moe["dispatcher"],
+)
+def test_a_run_with_any_dispatcher_and_kernel_is_read_on_any_machine_and_in_any_batch(spurline, tmp_path, moe):
+    save_run(tmp_path / "run", 3)
+    config = replace(CONFIG, model=replace(CONFIG.model, moe=replace(CONFIG.model.moe, **moe)))
+    config_io.save(tmp_path / "run" / "config.json", "deepseek_v3", "deepseek_v3_debugmodel", config)
+    tokens_BL = torch.randint(264, (2, 24))
+    with torch.no_grad():
+        assert torch.equal(load_model(tmp_path / "run", config, 3)(tokens_BL), built(3)(tokens_BL))
+    prompts = ["--prompt", "def ", "--prompt", "x"]
+    code, out, _ = spurline("generate", "run", *prompts, "--temperature", "0", "--max-tokens", "12", "--json")
+    assert code == 0
+    answers = {answer["prompt"]: answer["text"] for answer in map(json.loads, out.splitlines())}
+    assert answers == {prompt: continued(built(3), prompt, 12) for prompt in ("def ", "x")}
+
+
 X = ["--prompt", "x"]
 
 

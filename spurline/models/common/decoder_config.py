@@ -207,6 +207,16 @@ class DecoderConfig:
 D = TypeVar("D", bound=DecoderConfig)
 
 
+def portable(config: D) -> D:
+    """The same model as it computes on any machine and in any batch: no row is dropped, and no library is needed.
+
+    For whatever reads the weights of a run. Its dispatcher and kernel are choices for the ranks that train it.
+    """
+    moe: MoEConfig | None = getattr(config, "moe", None)
+    local = {} if moe is None else {"moe": replace(moe, dispatcher="local", experts_backend="auto")}
+    return replace(config, **local)  # type: ignore[arg-type]
+
+
 @dataclass(frozen=True)
 class SparseDecoderConfig(DecoderConfig):
     """A decoder with dense blocks and blocks with MoE layers, in any pattern."""

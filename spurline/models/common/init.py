@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from spurline.comm.own_part import keep_own_part, note_new_value, own_indices
 from spurline.lora.adapters import is_adapter
-from spurline.models.common.decoder_config import DecoderConfig
+from spurline.models.common.decoder_config import DecoderConfig, portable
 from spurline.ops.draw import KeyedGenerator, is_drawn_in_blocks
 
 INIT_STD = 0.02
@@ -72,10 +72,16 @@ def initialize_buffers(model: nn.Module) -> None:
             module.init_buffers()
 
 
-def build_to_load(config: DecoderConfig, device: torch.device | str) -> nn.Module:
-    """Build the model on one device with uninitialized parameters, for weights that are about to be loaded."""
+def build_to_load(
+    config: DecoderConfig, device: torch.device | str, adapt: Callable[[nn.Module], object] = lambda model: None
+) -> nn.Module:
+    """Build the model, portable, on one device with uninitialized parameters, for weights that are about to be loaded.
+
+    `adapt` may change it while it is on the meta device.
+    """
     with torch.device("meta"):
-        model: nn.Module = config.build()
+        model: nn.Module = portable(config).build()
+    adapt(model)
     model.to_empty(device=device)
     initialize_buffers(model)
     return model
