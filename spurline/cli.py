@@ -72,4 +72,6 @@ def _run(argv: list[str]) -> int:
         print(f"spurline: unknown command {name!r}. {hint}", file=sys.stderr)
         return 2
     module, function = COMMANDS[name][1].split(":")
-    return getattr(import_module(module), function)(rest)
+    from spurline.tools.console import run_command  # takes a moment to import
+
+    return run_command(f"spurline {name}", lambda: getattr(import_module(module), function)(rest))

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 import tyro
 
 from spurline.config import RunConfig
-from spurline.config_io import ConfigError
 from spurline.simulate.budget import Budget
-from spurline.tools.console import complain, gib, human
+from spurline.tools.console import gib, human
 from spurline.tools.options import resolve_command
 from spurline.tools.parsing import described
 from spurline.tools.simulation import SimulationCommand, command_problems, config_of, hardware_of, routing_of
@@ -53,21 +52,8 @@ class Command(SimulationCommand[R], Generic[R]):
 
 
 def main(argv: list[str]) -> int:
-    try:
-        command = resolve_command(argv, Command, PROG, EXAMPLES, lambda c: command_problems(c) + c.budget.problems())
-    except ConfigError as error:
-        return complain(PROG, error.problems)
-    try:
-        return _audit(command)
-    except ValueError as error:
-        from spurline.tools.train import raised_by_us
-
-        if not raised_by_us(error):
-            raise
-        return complain(PROG, [str(error)])
-    except KeyboardInterrupt:
-        print(f"{PROG}: interrupted", file=sys.stderr)
-        return 130
+    command = resolve_command(argv, Command, PROG, EXAMPLES, lambda c: command_problems(c) + c.budget.problems())
+    return _audit(command)
 
 
 def _audit(command: Command[Any]) -> int:

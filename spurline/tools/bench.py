@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,11 +91,7 @@ def main(argv: list[str]) -> int:
     command, problems = parse(Command, Command(), argv, PROG, DESCRIPTION)
     if problems := problems + command.problems():
         return complain(PROG, problems)
-    try:
-        return _bench(command)
-    except KeyboardInterrupt:
-        print(f"{PROG}: interrupted", file=sys.stderr)
-        return 130
+    return _bench(command)
 
 
 def _bench(command: Command) -> int:
@@ -104,10 +99,7 @@ def _bench(command: Command) -> int:
 
     from spurline.device import pick_device, use_device
 
-    try:
-        device = pick_device(command.device, "device")
-    except ValueError as error:
-        return complain(PROG, [str(error)])
+    device = pick_device(command.device, "device")
     use_device(device)
     console = Console(soft_wrap=True)
     figures: list[Figure] = []

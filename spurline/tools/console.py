@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+from spurline.config_io import ConfigError
 
 SECONDS_FOR_THE_FIRST_RANK = 10.0
 
@@ -25,6 +27,42 @@ def complain(prog: str, problems: list[str], code: int = 2) -> int:
     else:
         print("\n  ".join([f"{prog}: {len(problems)} problems", *problems]), file=sys.stderr)
     return code
+
+
+def run_command(
+    prog: str,
+    run: Callable[[], int],
+    where: str = "",
+    interrupted: str = "interrupted",
+    reword: Callable[[str], str] = str,
+) -> int:
+    """Call `run` and return its exit code; an error meant for the user becomes one line on stderr, and exit code 2.
+
+    where: what a system error without a file name is about; reword: applied to messages of Spurline.
+    """
+    try:
+        return run()
+    except ConfigError as error:
+        return complain(prog, [reword(problem) for problem in error.problems])
+    except ValueError as error:
+        if not raised_by_us(error):
+            raise
+        return complain(prog, [reword(str(error))])
+    except BrokenPipeError:  # the reader of our output has gone, which `cli.main` handles
+        raise
+    except OSError as error:
+        return complain(prog, [": ".join(filter(None, [str(error.filename or where), error.strerror or str(error)]))])
+    except KeyboardInterrupt:
+        print("\n" * sys.stderr.isatty() + f"{prog}: {interrupted}", file=sys.stderr)  # a terminal shows ^C
+        return 130
+
+
+def raised_by_us(error: BaseException) -> bool:
+    """Whether Spurline raised the error, as a message to the user; other errors are bugs and keep their traceback."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith("spurline.")
 
 
 def human(number: float, units: Sequence[str] = ("", "K", "M", "B", "T")) -> str:

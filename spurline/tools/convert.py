@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -11,13 +10,11 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.console import Console
 
-from spurline.config_io import ConfigError
 from spurline.remote import url_problems
 from spurline.run_folders import find_run
 from spurline.spelling import did_you_mean
-from spurline.tools.console import complain
+from spurline.tools.console import complain, run_command
 from spurline.tools.parsing import UserPackage, described, load_user_code, parse, take_arguments
-from spurline.tools.train import raised_by_us
 
 PROG = "spurline convert"
 HELP = """\
@@ -187,30 +184,21 @@ def main(argv: list[str]) -> int:
         problems.append(f"--max_shard_size: {command.max_shard_size!r} is not a size such as 5GB or 500MB")
     if problems:
         return complain(prog, problems)
-    return _run(prog, command, find_run(folders[0]), Path(folders[1]).expanduser())
+    source, out = find_run(folders[0]), Path(folders[1]).expanduser()
+
+    def run() -> int:
+        with Console(stderr=True).status(f"converting {source}"):
+            messages = _convert(command, source, out)
+        print("\n".join(messages))
+        return 0
+
+    return run_command(prog, run, folders[1], interrupted="interrupted, nothing was written")
 
 
 def _num_bytes(size: str) -> int:
     """Parse a size such as 5GB; 0 if it is invalid."""
     match = _SIZE.fullmatch(size.strip())
     return int(float(match[1]) * 1000 ** " KMG".index(match[2].upper() or " ")) if match else 0
-
-
-def _run(prog: str, command: Any, source: Path, out: Path) -> int:
-    try:
-        with Console(stderr=True).status(f"converting {source}"):
-            messages = _convert(command, source, out)
-        print("\n".join(messages))
-    except ConfigError as error:
-        return complain(prog, error.problems)
-    except ValueError as error:
-        if not raised_by_us(error):
-            raise
-        return complain(prog, [str(error)])
-    except KeyboardInterrupt:
-        print(f"{prog}: interrupted, nothing was written", file=sys.stderr)
-        return 130
-    return 0
 
 
 def _convert(command: Any, source: Path, out: Path) -> list[str]:

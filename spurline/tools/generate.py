@@ -20,9 +20,7 @@ from spurline.config.checks import seed_problems
 from spurline.config_io import ConfigError
 from spurline.models.common.sampling import Sampling
 from spurline.run_folders import find_run
-from spurline.tools.console import complain
 from spurline.tools.parsing import UserPackage, described, load_user_code, parse, split_options
-from spurline.tools.train import raised_by_us
 
 if TYPE_CHECKING:
     from torch import nn
@@ -90,27 +88,15 @@ class Command:
 def main(argv: list[str]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for characters that the terminal can't encode
-    try:
-        run_folder, config, command, prompts = _parse_command(argv)
-        if command.chat and not (command.prompt or command.prompts_file) and sys.stdin.isatty():
-            from spurline.tools.chat import converse
+    run_folder, config, command, prompts = _parse_command(argv)
+    if command.chat and not (command.prompt or command.prompts_file) and sys.stdin.isatty():
+        from spurline.tools.chat import converse
 
-            return converse(run_folder, config, command)
-        prompts = prompts or read_prompts("-")
-        if not all(prompts):
-            raise ConfigError(["--prompt: the prompt is empty"])
-        return _generate(run_folder, config, command, prompts)
-    except ConfigError as error:
-        return complain(PROG, error.problems)
-    except ValueError as error:
-        if not raised_by_us(error):
-            raise
-        return complain(PROG, [str(error)])
-    except OSError as error:
-        return complain(PROG, [f"{error.filename or 'the run folder'}: {error.strerror or error}"])
-    except KeyboardInterrupt:
-        print(f"\n{PROG}: interrupted", file=sys.stderr)
-        return 130
+        return converse(run_folder, config, command)
+    prompts = prompts or read_prompts("-")
+    if not all(prompts):
+        raise ConfigError(["--prompt: the prompt is empty"])
+    return _generate(run_folder, config, command, prompts)
 
 
 def _parse_command(argv: list[str]) -> tuple[Path, RunConfig[Any], Command, list[str]]:

@@ -80,9 +80,6 @@ def run(options: Options, command: Command[Any], train: list[str]) -> int:
         return complain(PROG, [str(error)], error.exit_code)
     except LaunchError as error:
         return complain(PROG, [str(error)], ExitCode.LOST_RANK)
-    except KeyboardInterrupt:
-        print(f"{PROG}: interrupted", file=sys.stderr)
-        return 130
 
 
 def write_job(options: Options, command: Command[Any], train: list[str]) -> int:

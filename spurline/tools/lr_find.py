@@ -12,12 +12,9 @@ from typing import Annotated, Any, Generic, TypeVar
 import tyro
 
 from spurline.config import RunConfig
-from spurline.config_io import ConfigError
 from spurline.files import write_file
-from spurline.tools.console import complain
 from spurline.tools.options import RunCommand, resolve_command, run_problems
 from spurline.tools.parsing import described
-from spurline.tools.train import raised_by_us
 
 PROG = "spurline lr-find"
 EXAMPLES = """\
@@ -68,20 +65,7 @@ def command_problems(command: Command[Any]) -> list[str]:
 
 
 def main(argv: list[str]) -> int:
-    try:
-        command = resolve_command(argv, Command, PROG, EXAMPLES, command_problems)
-        return _find(command)
-    except ConfigError as error:
-        return complain(PROG, error.problems)
-    except ValueError as error:
-        if not raised_by_us(error):
-            raise
-        return complain(PROG, [str(error)])
-    except OSError as error:
-        return complain(PROG, [f"{error.filename or command.out}: {error.strerror or error}"])
-    except KeyboardInterrupt:
-        print(f"{PROG}: interrupted", file=sys.stderr)
-        return 130
+    return _find(resolve_command(argv, Command, PROG, EXAMPLES, command_problems))
 
 
 def _find(command: Command[Any]) -> int:

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 import tyro
 
 from spurline.config import RunConfig
-from spurline.config_io import ConfigError
-from spurline.tools.console import complain, gib, human, human_flops
+from spurline.tools.console import gib, human, human_flops
 from spurline.tools.options import resolve_command
 from spurline.tools.parsing import described
 from spurline.tools.simulation import SimulationCommand, command_problems, config_of, hardware_of, routing_of
@@ -55,21 +54,8 @@ class Command(SimulationCommand[R], Generic[R]):
 
 
 def main(argv: list[str]) -> int:
-    try:
-        command = resolve_command(argv, Command, PROG, EXAMPLES, _problems)
-    except ConfigError as error:
-        return complain(PROG, error.problems)
-    try:
-        return _search(command) if command.search else _plan(command)
-    except ValueError as error:
-        from spurline.tools.train import raised_by_us
-
-        if not raised_by_us(error):
-            raise
-        return complain(PROG, [str(error)])
-    except KeyboardInterrupt:
-        print(f"{PROG}: interrupted", file=sys.stderr)
-        return 130
+    command = resolve_command(argv, Command, PROG, EXAMPLES, _problems)
+    return _search(command) if command.search else _plan(command)
 
 
 def _problems(command: Command[Any]) -> list[str]:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import Annotated
 
 import tyro
 
 from spurline import config_io
-from spurline.config_io import ConfigError
 from spurline.run_folders import find_run
 from spurline.tools.console import complain
 from spurline.tools.parsing import UserPackage, described, load_user_code, parse, split_options
-from spurline.tools.train import raised_by_us
 
 PROG = "spurline replay"
 DESCRIPTION = """\
@@ -54,23 +51,11 @@ def main(argv: list[str]) -> int:
         problems.append("--step is missing: which step to take again, counted from 1")
     if problems:
         return complain(PROG, problems)
-    try:
-        folder = find_run(before[0])
-        _, _, config = config_io.load(folder / "config.json")
+    folder = find_run(before[0])
+    _, _, config = config_io.load(folder / "config.json")
 
-        from spurline.train.checkpoint.signature import read_key
-        from spurline.train.replay import replay  # imports torch
+    from spurline.train.checkpoint.signature import read_key
+    from spurline.train.replay import replay  # imports torch
 
-        replay(folder, config, command.step, print, command.direct, read_key(command.sign_key_file))
-    except ConfigError as error:
-        return complain(PROG, error.problems)
-    except ValueError as error:
-        if not raised_by_us(error):
-            raise
-        return complain(PROG, [str(error)])
-    except OSError as error:
-        return complain(PROG, [f"{error.filename or before[0]}: {error.strerror or error}"])
-    except KeyboardInterrupt:
-        print(f"\n{PROG}: interrupted", file=sys.stderr)
-        return 130
+    replay(folder, config, command.step, print, command.direct, read_key(command.sign_key_file))
     return 0

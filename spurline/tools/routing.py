@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,7 +16,6 @@ from spurline.run_folders import find_run
 from spurline.tools.console import complain
 from spurline.tools.parsing import UserPackage, described, load_user_code, parse
 from spurline.tools.subcommands import take_arguments
-from spurline.tools.train import raised_by_us
 
 PROG = "spurline routing"
 DESCRIPTION = """\
@@ -67,19 +65,7 @@ def main(argv: list[str]) -> int:
     ]
     if problems:
         return complain(PROG, problems)
-    try:
-        return _show(find_run(arguments[0]), arguments[1] if len(arguments) > 1 else "", command)
-    except ConfigError as error:
-        return complain(PROG, error.problems)
-    except ValueError as error:
-        if not raised_by_us(error):
-            raise
-        return complain(PROG, [str(error)])
-    except OSError as error:
-        return complain(PROG, [f"{error.filename or arguments[0]}: {error.strerror or error}"])
-    except KeyboardInterrupt:
-        print(f"{PROG}: interrupted", file=sys.stderr)
-        return 130
+    return _show(find_run(arguments[0]), arguments[1] if len(arguments) > 1 else "", command)
 
 
 def _show(run: Path, data_path: str, command: Command) -> int:

@@ -50,12 +50,9 @@ def main(argv: list[str]) -> int:
         problems.append(f"expected one FOLDER, got {len(arguments)}: {' '.join(arguments)}")
     if problems:
         return complain(PROG, problems)
-    try:
-        if arguments[:1] == ["compare"]:
-            return compare(_run(arguments[1]), _run(arguments[2]), command.json)
-        return list_runs(Path(arguments[0] if arguments else "outputs").expanduser(), command.json)
-    except ValueError as error:
-        return complain(PROG, [str(error)])
+    if arguments[:1] == ["compare"]:
+        return compare(_run(arguments[1]), _run(arguments[2]), command.json)
+    return list_runs(Path(arguments[0] if arguments else "outputs").expanduser(), command.json)
 
 
 def _run(name: str) -> Path:

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from spurline.spelling import did_you_mean
-from spurline.tools.console import complain
+from spurline.tools.console import complain, run_command
 from spurline.tools.parsing import parse, take_arguments, wants_help
-from spurline.tools.train import raised_by_us
 
 
 @dataclass(frozen=True)
@@ -48,20 +47,12 @@ def run_subcommand(prog: str, subcommands: dict[str, Subcommand], argv: list[str
         problems.append(f"expected one {subcommand.argument}, got {len(arguments)}: {' '.join(arguments)}")
     if problems:
         return complain(prog, problems)
-    try:
+
+    def run() -> int:
         with _exit_on_sigterm():
             return subcommand.run(arguments, options)
-    except ValueError as error:
-        if not raised_by_us(error):
-            raise
-        return complain(prog, [with_own_options(str(error))])
-    except BrokenPipeError:  # of the reader of our output
-        raise
-    except OSError as error:
-        return complain(prog, [f"{error.filename or arguments[0]}: {error.strerror or error}"])
-    except KeyboardInterrupt:
-        print(f"{prog}: interrupted", file=sys.stderr)
-        return 130
+
+    return run_command(prog, run, arguments[0], reword=with_own_options)
 
 
 def _help(prog: str, subcommands: dict[str, Subcommand]) -> str:

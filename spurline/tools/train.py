@@ -14,7 +14,7 @@ from spurline.config_io import ConfigError, to_json
 from spurline.hardware import hardware_named
 from spurline.parallel.degrees import resolve_degrees
 from spurline.parallel.stages import cut_layers, num_stages
-from spurline.tools.console import complain, gib, human, human_flops
+from spurline.tools.console import complain, gib, human, human_flops, raised_by_us
 from spurline.tools.options import PROG, resolve
 from spurline.train.exit_codes import ExitCode, RefusedError, exit_code_of
 from spurline.train.launcher import adopt_attempt, die_with_launcher, end_process, is_launched, record_error
@@ -94,14 +94,6 @@ def end_with(problems: list[str], code: int = ExitCode.USAGE, is_final: bool = F
     """Print the problems and report them to the launcher; returns the exit code."""
     record_error("\n".join(problems), is_final=is_final)
     return complain(PROG, problems, code)
-
-
-def raised_by_us(error: BaseException) -> bool:
-    """Whether Spurline raised the error, as a message to the user; other errors are bugs and keep their traceback."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith("spurline.")
 
 
 def describe_cost(config: RunConfig[Any], world_size: int) -> str:

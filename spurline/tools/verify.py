@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import sys
 import time
 from dataclasses import dataclass
 from typing import Annotated, Any, Generic, TypeVar
@@ -85,11 +84,7 @@ def main(argv: list[str]) -> int:
         return complain(PROG, problems)
     if command.world:
         cells = [cell for cell in cells if cell.ranks in command.world]
-    try:
-        return _verify(command, list(dict.fromkeys(keep_given(cell, given) for cell in cells)))
-    except KeyboardInterrupt:
-        print(f"{PROG}: interrupted", file=sys.stderr)
-        return 130
+    return _verify(command, list(dict.fromkeys(keep_given(cell, given) for cell in cells)))
 
 
 def model_problems(model: Any) -> list[str]:

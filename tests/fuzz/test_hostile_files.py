@@ -34,9 +34,9 @@ from spurline.data.tokenizer import ByteTokenizer, load_tokenizer
 from spurline.data.tokenizer_train import train_bpe
 from spurline.hf.folder import find_tensors
 from spurline.models.deepseek_v3.configs import deepseek_v3_debugmodel
+from spurline.tools.console import raised_by_us
 from spurline.tools.report import write_report
 from spurline.tools.runs import compare, list_runs
-from spurline.tools.train import raised_by_us
 from spurline.train.checkpoint.folder import CheckpointFolder
 from spurline.train.checkpoint.manager import CheckpointManager
 from spurline.train.checkpoint.reader import StoredCheckpoint

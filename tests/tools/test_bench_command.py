@@ -162,9 +162,11 @@ def test_a_step_whose_process_ends_is_left_out() -> None:
     worker.end()
 
 
-def test_a_device_that_is_not_here_is_told_in_one_line(capsys) -> None:
-    assert main(["--device", "xpu"]) == 2
-    assert "--device auto or cpu" in capsys.readouterr().err
+def test_a_device_that_is_not_here_is_told_in_one_line(spurline) -> None:
+    code, _, err = spurline("bench", "--device", "xpu")
+    assert code == 2
+    assert err.startswith("spurline bench: device xpu: ")
+    assert "--device auto or cpu" in err
 
 
 def test_suites_of_cpus_are_refused_on_an_accelerator(capsys) -> None:

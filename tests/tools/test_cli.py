@@ -2,6 +2,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib import import_module
 
 import pytest
 
@@ -83,12 +84,34 @@ def test_runs_as_a_module_with_its_exit_code():
     assert done.stderr.startswith("spurline configs: --module: there is no 'x'.")
 
 
-@pytest.mark.parametrize("argv", [["configs"], ["train", "--help"]])
-def test_reader_that_closed_the_pipe_is_no_traceback(argv):
+def output_to_nobody(*argv, unbuffered=False):
+    """The exit code and stderr of a command whose reader has closed the pipe."""
     reading_end, writing_end = os.pipe()
     os.close(reading_end)
+    environment = os.environ | {"PYTHONUNBUFFERED": "1" if unbuffered else ""}
     command = [sys.executable, "-m", "spurline", *argv]
-    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    done = subprocess.run(command, stdout=writing_end, stderr=subprocess.PIPE, text=True, env=buffered)
+    done = subprocess.run(command, stdout=writing_end, stderr=subprocess.PIPE, text=True, env=environment)
     os.close(writing_end)
-    assert (done.returncode, done.stderr) == (141, "")
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("argv", [["configs"], ["train", "--help"], ["runs", "."]])
+def test_reader_that_closed_the_pipe_is_no_traceback(argv):
+    assert output_to_nobody(*argv) == (141, "")
+
+
+def test_reader_that_leaves_while_a_text_is_generated_is_no_error(train, tmp_path):
+    tiny = ["--training.steps", "1", "--training.seq_len", "16", "--job.dump_folder", "run"]
+    assert train(*tiny).code == 0
+    generate = ["generate", str(tmp_path / "run"), "--prompt", "a", "--max_tokens", "2"]
+    assert output_to_nobody(*generate, unbuffered=True) == (141, "")
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_interrupt_is_one_line_in_every_command(spurline, monkeypatch, command):
+    def interrupted(argv):
+        raise KeyboardInterrupt
+
+    module, function = COMMANDS[command][1].split(":")
+    monkeypatch.setattr(import_module(module), function, interrupted)
+    assert spurline(command) == (130, "", f"spurline {command}: interrupted\n")

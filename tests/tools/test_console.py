@@ -1,6 +1,11 @@
+from pathlib import Path
+from unittest.mock import Mock
+
 import pytest
 
-from spurline.tools.console import complain, human, human_flops
+from spurline.config_io import ConfigError
+from spurline.hf.folder import find_tensors
+from spurline.tools.console import complain, human, human_flops, run_command
 
 
 @pytest.mark.parametrize(
@@ -53,3 +58,31 @@ def test_first_rank_of_another_node_speaks_at_once(capsys, monkeypatch):
     monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("it waited"))
     assert complain("spurline train", ["no luck"]) == 2
     assert capsys.readouterr().err == "spurline train, rank 8: no luck\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ConfigError(["no luck"]), "no luck"),
+        (FileNotFoundError(2, "No such file or directory", "a.json"), "a.json: No such file or directory"),
+        (OSError(28, "No space left on device"), "out: No space left on device"),
+        (OSError("odd"), "out: odd"),
+    ],
+)
+def test_error_meant_for_the_user_is_one_line(capsys, error, line):
+    assert run_command("spurline x", Mock(side_effect=error), where="out") == 2
+    assert capsys.readouterr() == ("", f"spurline x: {line}\n")
+
+
+def test_error_of_a_command_without_a_file_is_its_reason_alone(capsys):
+    assert run_command("spurline x", Mock(side_effect=OSError(28, "No space left on device"))) == 2
+    assert capsys.readouterr().err == "spurline x: No space left on device\n"
+
+
+def test_value_error_of_spurline_is_one_line_and_another_one_a_traceback(capsys):
+    assert run_command("spurline x", lambda: len(find_tensors(Path("nowhere")))) == 2
+    assert capsys.readouterr().err.startswith("spurline x: nowhere")
+    with pytest.raises(ValueError, match="invalid literal"):
+        run_command("spurline x", lambda: int("a"))
+    with pytest.raises(BrokenPipeError):
+        run_command("spurline x", Mock(side_effect=BrokenPipeError))
