@@ -244,6 +244,11 @@ def overlap_in_two_dims(tensors):
     entry["chunks"] = [[*box, file, 0] for box in boxes]
 
 
+def list_a_file_many_times(tensors):
+    """Each tensor is valid, and verifying, inspecting or loading them would read the file a hundred times."""
+    tensors.update({f"model.{number}.more": tensors["random.0"] for number in range(100)})
+
+
 def set_shape(tensors):
     tensors["optimizer.exp_avg.0.weight"]["shape"] = [2**40, 2**20]
 
@@ -270,7 +275,8 @@ def add_an_empty_tensor_of_impossible_size(tensors):
         (lambda tensors: tensors["model.0.weight"].update(dtype="object"), "is not valid"),
         (lambda tensors: tensors["model.0.weight"].update(chunks=[]), "do not fill it"),
         (leave_a_hole, "do not fill it"),
-        (lambda tensors: tensors.update({"optimizer.step.0.weight": tensors["model.0.bias"]}), "with the shape"),
+        (lambda tensors: tensors.update({"optimizer.step.0.weight": tensors.pop("random.0")}), "with the shape"),
+        (list_a_file_many_times, r"its chunks in 'rank-00000-00000\.tensors' have [0-9,]+ bytes, and the file [0-9,]+"),
         (overlap_in_two_dims, "do not fill it"),
         (lambda tensors: tensors.update({"model.\ud800": tensors["model.0.bias"]}), "has invisible characters"),
         (lambda tensors: tensors.update({"model.\x1b[2J": tensors["model.0.bias"]}), "has invisible characters"),

@@ -129,7 +129,7 @@ def _sizes(name: str, values: list[Any]) -> tuple[int, ...]:
 
 
 def check_layout(layout: Layout, file_sizes: Mapping[str, int]) -> None:
-    """Raise a ValueError unless chunks tile their tensor, and all bytes lie in the recorded files."""
+    """Raise a ValueError unless chunks tile their tensor, and fit together into the recorded files."""
     for name, tensor in layout.tensors.items():
         if not name.isprintable():  # names are printed
             raise ValueError(f"the name of tensor {name[:100]!r} has invisible characters")
@@ -147,6 +147,7 @@ def check_layout(layout: Layout, file_sizes: Mapping[str, int]) -> None:
             raise ValueError(f"the chunks of tensor {name!r} do not fill it")
     for name, place in layout.objects.items():
         _check_place(name, place, file_sizes)
+    _check_sums(layout, file_sizes)
 
 
 def _fill(tensor: TensorLayout) -> bool:
@@ -170,6 +171,17 @@ def _signed_corners(boxes: list[Chunk], dims: list[int]) -> dict[tuple[int, ...]
             corner = (box.offsets[dim] + end * box.shape[dim] for dim, end in zip(dims, ends, strict=True))
             total[tuple(corner)] += (-1) ** sum(ends)
     return {corner: sign for corner, sign in total.items() if sign}
+
+
+def _check_sums(layout: Layout, file_sizes: Mapping[str, int]) -> None:
+    """Refuse to read a small file as many large tensors."""
+    listed: Counter[str] = Counter()
+    chunks = (chunk.place for tensor in layout.tensors.values() for chunk in tensor.chunks)
+    for place in itertools.chain(chunks, layout.objects.values()):
+        listed[place.file] += place.num_bytes
+    for file, num_bytes in listed.items():
+        if num_bytes > file_sizes[file]:
+            raise ValueError(f"its chunks in {file!r} have {num_bytes:,} bytes, and the file {file_sizes[file]:,}")
 
 
 def _check_place(name: str, place: Place, file_sizes: Mapping[str, int]) -> None:
