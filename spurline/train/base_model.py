@@ -14,6 +14,7 @@ from spurline.hf.settings import CONFIG, mismatch, read_folder_model, read_json
 from spurline.run_folders import find_run
 from spurline.train.checkpoint.folder import CheckpointFolder
 from spurline.train.initial_load import find_source
+from spurline.untrusted import printable
 
 if TYPE_CHECKING:
     import torch
@@ -107,7 +108,7 @@ def check_base(saved: dict[str, Any], loaded: dict[str, Any], where: str) -> Non
 
 def _place(base: dict[str, Any]) -> str:
     step = "" if base.get("step") is None else f"step {base['step']} of "
-    return f"{step}{base.get('folder')}"
+    return printable(f"{step}{base.get('folder')}", 300)
 
 
 def load_with_base(run: Path, config: RunConfig[Any], step: int, device: torch.device, sign_key: bytes | None) -> Any:

@@ -13,6 +13,7 @@ import version1_checkpoints as version1
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from spurline.train.base_model import check_base
 from spurline.train.checkpoint.finite import non_finite_names
 from spurline.train.checkpoint.folder import CheckpointFolder
 from spurline.train.checkpoint.manager import CheckpointManager
@@ -369,6 +370,21 @@ def test_an_empty_chunk_does_not_take_the_place_of_another(tmp_path):
     checkpoints.load(1, loaded, None)
     assert torch.equal(checkpoints.open(1).read_tensor("model.weight"), rows.weight)
     assert torch.equal(loaded.weight, rows.weight)
+
+
+def test_options_of_a_stranger_are_told_in_printable_text(tmp_path):
+    stranger = {"dim": 3, "\x1b[2J\x1b]0;owned\x07": 1, "long" * 1000: ["\x1b[31m"] * 1000}
+    CheckpointManager(tmp_path, 1, 0, model_config=stranger).save(1, *trained(), {})
+    said = []
+    CheckpointManager(tmp_path, 1, 0, model_config={"dim": 4}, say=said.append).load(1, *make())
+    (line,) = said
+    assert "model.dim 3 -> 4; model.·[2J·]0;owned· 1 -> " in line
+    assert line.isprintable()
+    assert len(line) < 500
+    theirs, mine = {"folder": "\x1b[2Jbase", "step": "\x1b[2J"}, {"folder": "mine", "fingerprint": "1"}
+    with pytest.raises(ValueError, match=r"other weights, step ·\[2J of ·\[2Jbase, than those of mine") as refused:
+        check_base({"base": theirs}, {"base": mine}, "run")
+    assert str(refused.value).isprintable()
 
 
 def test_a_renamed_folder_is_not_taken_for_another_step(tmp_path):

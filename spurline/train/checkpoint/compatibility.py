@@ -9,6 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from spurline.train.checkpoint.layout import TensorLayout
+from spurline.typed_json import shown
+from spurline.untrusted import printable
 
 
 def tensor_differences(
@@ -41,5 +43,5 @@ def config_differences(old: Any, new: Any, name: str = "model") -> list[str]:
             for field in dict.fromkeys((*old, *new))
             for difference in config_differences(old.get(field, missing), new.get(field, missing), f"{name}.{field}")
         ]
-    old, new = json.dumps(old), json.dumps(new)
-    return [] if old == new else [f"{name} {old} -> {new}"]
+    # The stored config may be a stranger's.
+    return [] if json.dumps(old) == json.dumps(new) else [f"{printable(name, 100)} {shown(old)} -> {shown(new)}"]
