@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from spurline.config import ActivationCheckpoint, Compile, Parallelism, RunConfig
 from spurline.config_io import ConfigError
 from spurline.data.batch import Batch
+from spurline.device import pick_device
 from spurline.moe.balance import set_token_weight
 from spurline.moe.dispatch.capacity import restore_capacity_factors
+from spurline.moe.dispatch.libraries import LIBRARIES
 from spurline.train.base_model import base_problems, check_base, load_base
 from spurline.train.checkpoint.folder import CheckpointFolder
 from spurline.train.checkpoint.manager import CheckpointManager
@@ -28,6 +30,7 @@ from spurline.train.optimizer.clip import gradient_norms
 from spurline.train.position import Position, stored_position
 from spurline.train.recorded_step import RecordedStep, batch_size_of_step, read_recorded_step
 from spurline.train.run import first_weights
+from spurline.train.setup import check_backends
 from spurline.train.trainer import Trainer, make_trainer
 
 _SHOWN = 5
@@ -51,7 +54,8 @@ def replay(
     before = [number for number in CheckpointFolder(run_folder, sign_key).steps() if number < step]
     if problems := base_problems(config):
         raise ConfigError(problems)
-    trainer = make_trainer(on_one_process(config, size, recorded), draw_weights=False)
+    config = replace(on_one_process(config, size, recorded), model=on_this_machine(config, say))
+    trainer = make_trainer(config, draw_weights=False)
     if config.lora.rank:
         trainer.base = load_base(trainer.model, config)
     if before:
@@ -103,6 +107,26 @@ def on_one_process(
         metrics=replace(config.metrics, layer_times=False),
         debug=replace(config.debug, record_routing="", record_routing_weights=False),
     )
+
+
+def on_this_machine(config: RunConfig[Any], say: Callable[[str], None]) -> Any:
+    """The model of a run without a dispatch library, and with another kernel if its own does not run here.
+
+    On one process, a library exchanges nothing. Dispatchers that decide on the numbers (`capacity`) are kept.
+    """
+    model = config.model
+    if getattr(model, "moe", None) is None:
+        return model
+    if model.moe.dispatcher in LIBRARIES:
+        model = replace(model, moe=replace(model.moe, dispatcher="local"))
+    with torch.device("meta"):
+        built = model.build()
+    try:
+        check_backends(built, pick_device(config.training.device), getattr(torch, config.training.dtype))
+    except ValueError as error:
+        say(f"experts_backend 'auto' computes the experts here: {str(error).rpartition(': choose')[0] or error}")
+        model = replace(model, moe=replace(model.moe, experts_backend="auto"))
+    return model
 
 
 def load(trainer: Trainer, checkpoints: CheckpointManager, step: int, say: Callable[[str], None]) -> Position:

@@ -185,6 +185,20 @@ def test_a_step_that_was_not_saved_has_the_batch_of_the_last_start(spurline, ran
     assert "run: the sequences in a step are unknown, as neither a checkpoint nor the environment in config.json" in err
 
 
+@pytest.mark.parametrize("dispatcher", ["deep_ep", "hybrid_ep"])
+def test_a_run_is_replayed_without_its_library_and_its_kernel(spurline, config, tmp_path, dispatcher):
+    run(config)
+    path = tmp_path / "run" / "config.json"
+    stored = json.loads(path.read_text())
+    stored["model"]["moe"].update(dispatcher=dispatcher, experts_backend="triton")
+    path.write_text(json.dumps(stored))
+    code, out, err = spurline("replay", "run", "--step", "6")
+    assert (code, err) == (0, "")
+    assert "\nexperts_backend 'auto' computes the experts here: experts_backend 'triton' " in out
+    assert "choose 'loop'" not in out
+    check_same_numbers(out, read_records(tmp_path)[5])
+
+
 def test_nothing_that_a_run_writes_is_touched(spurline, config, tmp_path):
     config = replace(
         config,
