@@ -126,6 +126,7 @@ class Guard:
         own, channel.log_folder = channel.process, log.folder
         log.write(f"process {own.pid} on {own.machine}, {channel.size} ranks, restarts so far: {restart_count()}")
         self.watchdog.say = self._progress.listener = log.write
+        self.watchdog.show = self._progress.log
         if error := error_of_last_attempt(log.folder):
             self._progress.log(f"restart {restart_count()}, because {error}")
 

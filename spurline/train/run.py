@@ -108,16 +108,16 @@ def train(module: str, config_name: str, config: RunConfig[Any]) -> Ended:
         if world.is_first:
             config_io.save(folder / "config.json", module, config_name, config, environment(world))
         state = signals.enter_context(RunState(folder, world.is_first))
-        spikes, mark = SpikeWatch(trainer, progress.log), guard.watchdog.mark
-        loop = take_steps(trainer, checkpoints, progress, start, crashes, spikes, stop_signal, mark)
+        spikes = SpikeWatch(trainer, progress.log)
+        loop = take_steps(trainer, checkpoints, progress, start, crashes, spikes, stop_signal, guard)
         while loop.spike_began:
             checkpoints = open_checkpoints(folder, config, progress.log)
             start = step_back(trainer, checkpoints, loop.spike_began, loop.position, progress.log)
-            loop = take_steps(trainer, checkpoints, progress, start, crashes, spikes, stop_signal, mark)
+            loop = take_steps(trainer, checkpoints, progress, start, crashes, spikes, stop_signal, guard)
         if loop.is_finished and config.metrics.sample_tokens:
-            mark(config.training.steps, "sample")
+            guard.watchdog.mark(config.training.steps, "sample")
             write_sample(trainer, folder, loop.position.step, progress)
-        mark(loop.position.step, "end")
+        guard.watchdog.mark(loop.position.step, "end")
         world.wait_for_all()  # a rank that is lost before its end is not that of a finished run
         state.state = "finished" if loop.is_finished else "stopped"
         progress.log(f"run folder: {folder}")
@@ -134,7 +134,7 @@ def take_steps(
     crashes: CrashLoop | None,
     spikes: SpikeWatch,
     stop_signal: StopSignal,
-    mark: Callable[[int, str], None],
+    guard: Guard,
 ) -> TrainingLoop:
     """Take the remaining steps and write their metrics, until the last one, a signal, or a loss spike."""
     config, is_first, folder = trainer.config, trainer.world.is_first, Path(trainer.config.job.dump_folder)
@@ -150,10 +150,11 @@ def take_steps(
     ):
         logger = MetricsLogger(trainer, writers, progress)
         sample = partial(write_sample, trainer, folder, progress=progress)
-        loop = TrainingLoop(trainer, logger, checkpoints, stop_signal, start, spikes, mark, sample)
+        loop = TrainingLoop(trainer, logger, checkpoints, stop_signal, start, spikes, guard.watchdog.mark, sample)
         if crashes and is_first:
             crashes.start(start.step)
-        with crashes.recorded(Ranks().rank, lambda: loop.position.step + 1) if crashes else nullcontext():
+        recorded = crashes.recorded(Ranks().rank, lambda: loop.position.step + 1) if crashes else nullcontext()
+        with guard.reporting(), recorded:  # before waiting for a checkpoint in the background
             loop.run()
         if not loop.is_finished and not loop.spike_began:
             can_resume = config.checkpoint.enable

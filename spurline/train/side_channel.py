@@ -104,12 +104,16 @@ class SideChannel:
             note_first_error(self.log_folder, line)
         return said
 
+    def first_error(self) -> dict[str, Any] | None:
+        """Why this attempt of the run fails, if a rank has reported it."""
+        return self._read("first_error")
+
     def explain(self, step: int) -> LostRankError | None:
         """Which rank caused a collective to fail here in `step`, by its own error or because its process is gone."""
         deadline = time.monotonic() + _SECONDS_TO_EXPLAIN
         gone: list[int] = []
         while time.monotonic() < deadline and not gone:
-            if (first := self._read("first_error")) is not None and first["by"] != self.rank:
+            if (first := self.first_error()) is not None and first["by"] != self.rank:
                 return LostRankError(first["line"])
             if (verdict := self.verdict()) is not None:
                 return LostRankError(verdict["line"])

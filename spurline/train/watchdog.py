@@ -33,6 +33,8 @@ LEAST_SECONDS, TIMES_MEDIAN = 300.0, 20.0
 TIMES_OTHER_PHASES = 6.0
 """Everything but an ordinary step (startup, the first step, validation, checkpoints) may take longer."""
 _SECONDS_TO_DUMP = 2.0
+_SECONDS_TO_END = 6.0
+"""Ranks that have failed usually end within this time, and show the error then."""
 
 
 class Watchdog:
@@ -54,6 +56,8 @@ class Watchdog:
         self.on_end: Callable[[], None] = lambda: None
         """Called last before the process ends, because nothing is cleaned up."""
         self.say: Callable[[str], None] = lambda line: None
+        self.show: Callable[[str], None] = lambda line: None
+        """Called with the first error of any rank, if the ranks do not end by it soon."""
         self._seconds, self._channel = seconds, channel
         self._watched = threading.get_ident()
         self._marked = (0, "start", time.monotonic())
@@ -64,6 +68,8 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._heard: tuple[int, int, float] | None = None  # a rank, the number of its last beat, and when that was new
         self._store_failed_since: float | None = None
+        self._error_since: float | None = None
+        self._error_shown = False
 
     # In the thread that is watched.
 
@@ -139,6 +145,7 @@ class Watchdog:
 
     def _watch_others(self, channel: SideChannel, is_late: bool) -> None:
         channel.send(self._beat())
+        self._show_error(channel)
         verdict = channel.verdict()
         if verdict is None and (silent := self._silent_rank(channel)) is not None:
             verdict = channel.judge(*self._verdict(channel, [silent]))
@@ -146,6 +153,16 @@ class Watchdog:
             verdict = channel.judge(*self._verdict(channel, []))
         if verdict is not None:
             self._end(verdict["line"], verdict["silent"])
+
+    def _show_error(self, channel: SideChannel) -> None:
+        """Show the first error once if ranks go on: the one that failed may wait for a checkpoint in the background."""
+        if self._error_shown or (error := channel.first_error()) is None:
+            return
+        if self._error_since is None:
+            self._error_since = time.monotonic()
+        if time.monotonic() - self._error_since > _SECONDS_TO_END:
+            self._error_shown = True
+            self.show(f"{error['line']}; waiting for what the ranks have begun, such as a checkpoint")
 
     def _beat(self) -> Beat:
         step, phase, since = self._marked
@@ -179,7 +196,12 @@ class Watchdog:
         return None
 
     def _verdict(self, channel: SideChannel, silent: list[int]) -> tuple[str, list[int]]:
-        """One line that names the rank that did not arrive and those that wait for it, and the silent ranks."""
+        """One line that names the rank that did not arrive and those that wait for it, and the silent ranks.
+
+        After an error of a rank, that is the line: others wait for this rank, or it waits for something.
+        """
+        if (error := channel.first_error()) is not None:
+            return error["line"], silent
         beats = channel.beats(range(channel.size))
         step, phase, since = self._marked
         if silent and silent[0] not in beats:

@@ -156,6 +156,22 @@ def test_ranks_that_stop_before_the_folder_is_claimed_or_after_the_last_step_are
     assert json.loads((folder / "state.json").read_text())["state"] == "finished"
 
 
+def test_error_is_named_while_the_rank_that_failed_waits_for_its_checkpoint(
+    start: Start, text: Path, tmp_path: Path
+) -> None:
+    faults = "slow@write:rank=1,seconds=3600; raise@forward:step=4,rank=1"
+    folder = tmp_path / "run"
+    command = ["./run_train.sh", *options(text, folder, "--checkpoint.async_mode", "async")]
+    process = start(*command, NGPU="2", SPURLINE_FAULTS=faults, SPURLINE_FAULTS_LOG=str(tmp_path / "faults"))
+    out, err = process.communicate(timeout=500)
+    error = "rank 1: InjectedError: a fault on purpose at forward of step 4"
+    assert f"[rank0]:{error}; waiting for what the ranks have begun" in out
+    assert f"spurline train: {error}" in err
+    assert "did not arrive" not in out + err
+    assert "Traceback" in (folder / "logs" / "rank_1.log").read_text()
+    assert error in (folder / "logs" / "errors.log").read_text()
+
+
 def rank_alone(start: Start, rank: int, port: int, *arguments: str) -> subprocess.Popen[str]:
     """One rank of two, started without torchrun."""
     variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}

@@ -86,6 +86,21 @@ def test_rank_that_did_not_arrive_is_named(tmp_path, third, why):
     assert silent == []
 
 
+def test_error_that_a_rank_has_reported_is_shown_and_is_the_verdict(tmp_path, clock):
+    failed, waits = channels(2, tmp_path)
+    failed.send(beat(1, collective=""))
+    failed.tell_first_error("rank 1: ValueError: bad", 1)
+    watchdog, shown = Watchdog(10, waits), []
+    watchdog.show = shown.append
+    watchdog._watch_others(waits, False)
+    assert shown == []  # ranks that fail end soon, and show it themselves
+    clock.now += 7
+    for _ in range(2):
+        watchdog._watch_others(waits, False)
+    assert shown == ["rank 1: ValueError: bad; waiting for what the ranks have begun, such as a checkpoint"]
+    assert watchdog._verdict(waits, [1]) == ("rank 1: ValueError: bad", [1])
+
+
 def test_rank_that_was_never_heard_of_is_named(tmp_path):
     sides = channels(3, tmp_path)
     for rank in (0, 1):
