@@ -113,6 +113,7 @@ def train(module: str, config_name: str, config: RunConfig[Any]) -> Ended:
         while loop.spike_began:
             checkpoints = open_checkpoints(folder, config, progress.log)
             start = step_back(trainer, checkpoints, loop.spike_began, loop.position, progress.log)
+            spikes.forget()
             loop = take_steps(trainer, checkpoints, progress, start, crashes, spikes, stop_signal, guard)
         if loop.is_finished and config.metrics.sample_tokens:
             guard.watchdog.mark(config.training.steps, "sample")

@@ -40,10 +40,13 @@ class SpikeWatch:
             self._say(f"warning: {what}, and there is no checkpoint before that to step back to")
             return 0
         self._record(spike)
-        self._spikes.forget()
         self._say(f"{what}, and stays there")
         self._left -= 1
         return spike.first_step if self._left >= 0 else -spike.first_step
+
+    def forget(self) -> None:
+        """Forget the spike once it was rolled back: until then, it is the same one in the steps that still follow."""
+        self._spikes.forget()
 
     def too_many(self, first_step: int) -> ValueError:
         return ValueError(

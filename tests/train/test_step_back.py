@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -17,7 +18,7 @@ from spurline.testing.tiny import tiny_model, tiny_run, write_words
 from spurline.train.checkpoint.folder import CheckpointFolder
 from spurline.train.metrics.loss_spikes import LossSpikes
 from spurline.train.run import train
-from spurline.train.step_back import step_back
+from spurline.train.step_back import SpikeWatch, step_back
 from spurline.train.trainer import Trainer
 
 PER_STEP = 4
@@ -132,6 +133,30 @@ def test_it_needs_checkpoints(config):
 def run_on_ranks(rank: int, config: RunConfig[Any]) -> None:
     with mock.patch.dict(os.environ, {"WORLD_SIZE": str(dist.get_world_size())}):
         run(config, 24 * 2 * PER_STEP, 3 * 2 * PER_STEP)
+
+
+@pytest.mark.parametrize("patience", [1, 3])
+def test_a_spike_counts_once_until_it_was_rolled_back(patience):
+    """Several ranks learn of it one step later, which still has a high loss."""
+    training = SimpleNamespace(on_loss_spike="step_back", loss_spike_patience=patience, max_step_backs=2)
+    trainer = SimpleNamespace(
+        config=SimpleNamespace(training=training),
+        world=SimpleNamespace(is_first=True),
+        bad_steps=SimpleNamespace(folder=None),
+    )
+    said = []
+    watch = SpikeWatch(trainer, said.append)
+
+    def wanted(step, loss):
+        return watch.wants_step_back(step, loss, lambda before: 20)
+
+    assert [wanted(step, 2 + step % 2 / 10) for step in range(1, 25)] == [0] * 24
+    spike = [wanted(step, 20.0) for step in range(25, 26 + patience)]
+    assert spike == [0] * (patience - 1) + [25, 0]
+    watch.forget()
+    again = [wanted(step, 20.0) for step in range(21, 22 + patience)]
+    assert again == [0] * (patience - 1) + [21, 0], "the second of two step-backs"
+    assert len(said) == 2
 
 
 @pytest.mark.slow
