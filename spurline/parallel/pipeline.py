@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from spurline.comm.sequence import SequenceShard
 from spurline.lora.adapters import is_adapter
 from spurline.parallel.blocks import blocks_of
+from spurline.parallel.precision import converted_layers
 from spurline.parallel.stages import SCHEDULES, cut_layers, num_stages, rank_of_stage, stages_of_rank
 
 Phase = Callable[[str], AbstractContextManager[Any]]
@@ -84,6 +85,8 @@ class PipelinedModel(nn.Module):
         """The number of trainable and of all parameters of the full model."""
         self.has_adapters = any(is_adapter(name) for name, _ in whole.named_parameters())
         """Whether any stage of the full model has adapters."""
+        self.converted_layers = converted_layers(whole)
+        """The layers of the full model that multiply in 8 bits."""
         ends = layout.num_stages - 1
         parts = [
             whole.stage(*layout.layers[number], is_first=number == 0, is_last=number == ends)  # type: ignore[operator]

@@ -39,7 +39,9 @@ def convert_layers(model: nn.Module, section: Precision, device: torch.device, d
 
 
 def converted_layers(model: nn.Module) -> dict[str, int]:
-    """The converted layers, with block indices as `*`, and how many there are of each."""
+    """The converted layers, with block indices as `*`, and how many there are of each, in all pipeline stages."""
+    if (of_all_stages := getattr(model, "converted_layers", None)) is not None:
+        return dict(of_all_stages)
     found: dict[str, int] = {}
     for name, module in model.named_modules():
         if getattr(module, "precision", None) is not None:

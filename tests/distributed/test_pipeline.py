@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from spurline.config import Parallelism, RunConfig
 from spurline.parallel.pipeline import PipelinedModel
+from spurline.parallel.precision import converted_layers
 from spurline.parallel.world import World, joined_world
 from spurline.testing import RankPool
 from spurline.testing.tiny import tiny_model, tiny_run, write_words
@@ -104,3 +105,23 @@ def test_every_rate_of_a_sweep_starts_from_the_same_weights_on_all_stages(ranks:
     stages = Parallelism(pipeline_parallel_degree=2, pipeline_parallel_schedule="ZBV")
     for found in ranks.run(rates_tried_on_rank, 2, replace(config, parallelism=stages)):
         assert found == [pytest.approx(losses, rel=1e-5) for losses in expected]
+
+
+def converted_on_rank(rank: int, config: RunConfig[Any]) -> dict[str, int] | str:
+    environment = {"WORLD_SIZE": str(dist.get_world_size())}
+    with mock.patch.dict(os.environ, environment), joined_world(config.parallelism) as world:
+        try:
+            return converted_layers(make_trainer(config, world).model)
+        except ValueError as error:
+            return str(error)
+
+
+def test_layers_in_8_bits_are_chosen_and_listed_for_the_whole_model(ranks: RankPool, tmp_path: Path) -> None:
+    model = tiny_model(num_layers=4)
+    config = tiny_run(write_words(tmp_path), model, precision={"recipe": "float8", "layers": ("*.wo", "output")})
+    config = replace(config, parallelism=Parallelism(pipeline_parallel_degree=2))
+    # Each rank has two of the blocks, and only the last one has the output.
+    assert ranks.run(converted_on_rank, 2, config) == [{"layers.*.attention.wo": 4, "output": 1}] * 2
+    nowhere = replace(config, precision=replace(config.precision, layers=("*.wo", "lm_head")))
+    for message in ranks.run(converted_on_rank, 2, nowhere):
+        assert message.startswith("precision.layers 'lm_head' names no layer that can be converted")
