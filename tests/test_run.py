@@ -259,7 +259,9 @@ def test_rows_that_are_dropped_are_in_metrics_warnings_and_report(train, folder)
 
 def test_capacity_grows_when_a_step_is_logged_and_goes_on_from_a_checkpoint(train, folder):
     grow = [*CHECKPOINT, *CAPACITY, "--model.moe.overflow", "grow", "--metrics.log_interval", "2"]
-    assert train(*grow, "--debug.stop_after", "4").code == 0
+    first = train(*grow, "--debug.stop_after", "4")
+    assert (first.code, "choose --model.moe.overflow grow" in first.out) == (0, False)
+    assert "It grows at each logged step that needs more" in first.out
     resumed = train(*grow)
     assert "resuming from the checkpoint of step 4" in resumed.out
     by_layer = [record["capacity"]["layers.1.moe"] for record in metrics_of(folder / "run")]

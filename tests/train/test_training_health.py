@@ -105,6 +105,10 @@ def test_dropped_rows_are_told_with_the_factor_that_was_needed():
     assert step == 4
     assert warning.startswith("layers.1.moe: 1,234 rows found no place at their expert and were dropped")
     assert "the capacity factor is 1.25, this step needed 1.88" in warning
+    assert warning.endswith("Raise --model.moe.capacity_factor, or choose --model.moe.overflow grow")
+    ((step, warning),) = told(TrainingHealth(capacity_grows=True), run(9, capacity=capacity))
+    assert "--model.moe.overflow grow" not in warning
+    assert "this step needed 1.88. It grows at each logged step that needs more" in warning
 
 
 def test_metrics_of_users_in_the_groups_of_layers_are_left_alone():

@@ -33,7 +33,8 @@ class MetricsLogger:
         self._peak_flops = peak and peak * trainer.world.degrees.world
         self._padded_rows = PaddedRows()
         moe = getattr(config.model, "moe", None)
-        self._health = TrainingHealth(config.training.max_grad_norm, moe.top_k if moe else 1)
+        grows = moe is not None and moe.overflow == "grow"
+        self._health = TrainingHealth(config.training.max_grad_norm, moe.top_k if moe else 1, grows)
         self._bad_steps = trainer.bad_steps
         self._tally, self._logged_tokens = trainer.tally, trainer.tally.tokens_seen
         self.throughput = Throughput()

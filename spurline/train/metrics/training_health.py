@@ -25,10 +25,11 @@ CLIPPED_LINES = 100
 class TrainingHealth:
     """Checks each record of metrics: `check(record)` returns the new warnings, one sentence each."""
 
-    def __init__(self, max_grad_norm: float = 0.0, top_k: int = 1) -> None:
-        """top_k: experts per token, which bounds the load of one expert."""
+    def __init__(self, max_grad_norm: float = 0.0, top_k: int = 1, capacity_grows: bool = False) -> None:
+        """top_k: experts per token, which bounds the load of one expert; capacity_grows: with `overflow grow`."""
         self._max_grad_norm = max_grad_norm
         self._top_k = top_k
+        self._capacity_grows = capacity_grows
         self._reported: set[str] = set()
         self._idle_since: dict[tuple[str, int], int] = {}
         self._uneven: dict[str, int] = {}
@@ -97,14 +98,16 @@ class TrainingHealth:
     def _dropped_rows(self, record: Mapping[str, Any]) -> list[str]:
         warnings = []
         names = "dropped_rows", "factor", "needed_factor"
+        advice = "Raise --model.moe.capacity_factor, or choose --model.moe.overflow grow"
+        if self._capacity_grows:
+            advice = "It grows at each logged step that needs more: until then, raise --model.moe.capacity_factor"
         for layer, capacity in layers_with(names, record.get("capacity")):
             dropped, factor, needed = (capacity[name] for name in names)
             warnings += self._once(
                 f"dropped {layer}",
                 dropped > 0,
                 f"{layer}: {dropped:,} rows found no place at their expert and were dropped: the capacity factor is"
-                f" {factor:g}, this step needed {needed:.2f}. Raise --model.moe.capacity_factor, or choose"
-                " --model.moe.overflow grow",
+                f" {factor:g}, this step needed {needed:.2f}. {advice}",
             )
         return warnings
 
