@@ -14,7 +14,8 @@ class Precision:
     """How matmul operands are quantized: float8 (rowwise scales), mxfp8 (one scale per 32 elements), or not at all."""
     layers: tuple[str, ...] = ("layers.*",)
     """Name patterns of layers to convert: linear layers, experts, shared experts. `*` matches any text, `a|b` either.
-    The default converts all in blocks; router, norms, embedding and head stay as they are. Each pattern must match."""
+    The default converts all in blocks; router, norms, embedding and head stay as they are. Each pattern and
+    alternative must match."""
     grad_dtype: Literal["e4m3", "e5m2"] = "e4m3"
     """Format of quantized gradients; activations and weights are always e4m3. Accelerators need e4m3, or emulate."""
     emulate: bool = False

@@ -16,8 +16,8 @@ from spurline.ops.torchao_products import EXPERT_MULTIPLES, LINEAR_MULTIPLES, ha
 def convert_layers(model: nn.Module, section: Precision, device: torch.device, dtype: torch.dtype) -> None:
     """Convert the matching layers, in place; a ValueError if a pattern matches none, or the device can't.
 
-    Layers that can be converted have an attribute `precision`: linear layers, experts and shared experts. `dtype` is
-    that of the activations.
+    Layers that can be converted have an attribute `precision`: linear layers, experts and shared experts. Each
+    alternative of `a|b` must match. `dtype` is that of the activations.
     """
     if section.recipe == "none":
         return
@@ -25,11 +25,12 @@ def convert_layers(model: nn.Module, section: Precision, device: torch.device, d
     if native and (problem := _missing(section, device, dtype)):
         raise ValueError(f"precision.recipe {section.recipe} {problem}")
     layers = {name: module for name, module in model.named_modules() if hasattr(module, "precision")}
-    for pattern in section.layers:
-        named = [name for name in layers if _matches(name, pattern)]
+    for alternatives, pattern in [(entry, part) for entry in section.layers for part in entry.split("|")]:
+        named = [name for name in layers if fnmatchcase(name, pattern)]
         if not named:
+            where = f" (of {alternatives!r})" if alternatives != pattern else ""
             raise ValueError(
-                f"precision.layers {pattern!r} names no layer that can be converted. There are, among others,"
+                f"precision.layers {pattern!r}{where} names no layer that can be converted. There are, among others,"
                 f" {', '.join(_examples(layers))}"
             )
         for name in named:
@@ -76,10 +77,6 @@ def _check_weights(name: str, module: nn.Module, recipe: str) -> None:
                 f"precision.recipe mxfp8 needs more packages for {name} on an accelerator: pip install"
                 f" {' '.join(missing)}"
             )
-
-
-def _matches(name: str, pattern: str) -> bool:
-    return any(fnmatchcase(name, alternative) for alternative in pattern.split("|"))
 
 
 def _examples(layers: dict[str, nn.Module]) -> list[str]:

@@ -60,6 +60,13 @@ def test_a_pattern_without_a_layer_is_an_error(pattern: str) -> None:
         build(Precision(recipe="float8", layers=("layers.*", pattern)))
 
 
+def test_an_alternative_without_a_layer_is_an_error() -> None:
+    """Else a head that was renamed would stay in 16 bits without a word."""
+    message = "precision.layers 'lm_head' (of '*.experts|lm_head') names no layer that can be converted"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        build(Precision(recipe="float8", layers=("*.experts|lm_head",)))
+
+
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
