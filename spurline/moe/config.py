@@ -1,5 +1,6 @@
 """The configuration of a mixture-of-experts layer. Torch-free, so that the command line starts instantly."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -106,7 +107,8 @@ class MoEConfig:
         require(self.num_shared_experts >= 0, f"num_shared_experts must not be negative, got {self.num_shared_experts}")
         for name in ("bias_update_rate", "aux_loss_weight", "z_loss_weight", "equal_split_threshold"):
             require(getattr(self, name) >= 0, f"{name} must not be negative, got {getattr(self, name)}")
-        require(self.capacity_factor > 0, f"capacity_factor must be positive, got {self.capacity_factor}")
+        is_factor = self.capacity_factor > 0 and math.isfinite(self.capacity_factor)
+        require(is_factor, f"capacity_factor must be positive and finite, got {self.capacity_factor}")
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             require(value in choices, f"{name} must be one of {', '.join(choices)}, got {value!r}")

@@ -312,7 +312,9 @@ def test_weights_keep_their_exact_counters_in_low_precision() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"capacity_factor": 0.0}, "capacity_factor must be positive, got 0.0"),
+        ({"capacity_factor": 0.0}, "capacity_factor must be positive and finite, got 0.0"),
+        ({"capacity_factor": math.inf}, "capacity_factor must be positive and finite, got inf"),
+        ({"capacity_factor": math.nan}, "capacity_factor must be positive and finite, got nan"),
         ({"overflow": "explode"}, "overflow must be one of drop_last, drop_lowest_weight, grow, got 'explode'"),
     ],
 )

@@ -4,7 +4,8 @@ T tokens, K experts per token, S = T*K rows of this rank, E experts, C places of
 places in all, P ranks of the group, e experts on each. An empty place holds the sentinel (`sentinel.py`). Rows beyond
 the capacity are dropped: they contribute zero, get zero gradient, and are counted.
 
-All sizes follow from T and the capacity factor, so shapes are static, and every pair of ranks exchanges e*C rows.
+All sizes follow from T and the capacity factor, so shapes are static until that grows, and every pair of ranks
+exchanges e*C rows.
 """
 
 from __future__ import annotations
