@@ -24,6 +24,14 @@ def from_json(cls: type[T], value: Any) -> T:
     return converted
 
 
+def flattened(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"training": {"seed": 0}} -> {"training.seed": 0}."""
+    flat: dict[str, Any] = {}
+    for name, value in section.items():
+        flat |= flattened(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat
+
+
 def expected(hint: Any, none: str = "None") -> str:
     """A type as text for error messages: `an integer`, `one of linear, cosine, sqrt`, `an integer or None`."""
     if get_origin(hint) is Literal:

@@ -78,9 +78,6 @@ class World:
         """Sum over the ranks whose losses cover different positions, or none; the ranks of a tp group have the same."""
         return self._sum(value, self.meshes.loss_group) if self.meshes is not None else value
 
-    def sum_over_all(self, value: Tensor) -> Tensor:
-        return self._sum(value, self.meshes.world_group) if self.meshes is not None else value
-
     @staticmethod
     def _sum(value: Tensor, group: dist.ProcessGroup) -> Tensor:
         value = value.clone()

@@ -6,12 +6,12 @@ import json
 from collections.abc import Iterator
 from html import escape
 from importlib.resources import files
-from typing import Any
 
 from spurline.report.charts import draw_curves, draw_heat, draw_time
 from spurline.report.read import Record, Run
 from spurline.report.summary import layout, numbers, summary
 from spurline.report.thin import stretches
+from spurline.typed_json import flattened
 from spurline.version import __version__
 
 WARNINGS, SAMPLES, SAMPLE_LETTERS = 30, 12, 2000  # at most this many are shown
@@ -195,19 +195,8 @@ def _samples(runs: list[Run]) -> str:
     return f"<section><h2>Samples</h2>{''.join(parts)}</section>" if parts else ""
 
 
-def flat(config: Record, prefix: str = "") -> dict[str, Any]:
-    """A config's options by their dotted names."""
-    found: dict[str, Any] = {}
-    for name, value in config.items():
-        if isinstance(value, dict):
-            found |= flat(value, f"{prefix}{name}.")
-        else:
-            found[prefix + name] = value
-    return found
-
-
 def _config_section(runs: list[Run]) -> str:
-    configs = [flat({name: part for name, part in run.config.items() if name != "environment"}) for run in runs]
+    configs = [flattened({name: part for name, part in run.config.items() if name != "environment"}) for run in runs]
     if not any(configs):
         return ""
     parts = ["<h2>Configuration</h2>"]

@@ -13,6 +13,7 @@ from spurline.report.read import is_number, is_step
 from spurline.run_folders import is_run, numbered_runs
 from spurline.train.folder_lock import is_owned
 from spurline.train.run_state import STATE_FILE
+from spurline.typed_json import flattened
 from spurline.untrusted import lines, open_regular, parse_json, printable, read_json
 
 MAX_DEPTH = 4
@@ -127,7 +128,7 @@ def read_object(path: Path) -> Record:
 
 def changed_options(first: Path, second: Path) -> list[tuple[str, Any, Any]]:
     """The options in which two runs differ, with both values, except for folders and the recorded environment."""
-    one, other = (_flat(read_object(run / "config.json")) for run in (first, second))
+    one, other = (flattened(read_object(run / "config.json")) for run in (first, second))
     names = [name for name in dict.fromkeys((*one, *other)) if not name.startswith(("environment.", "job."))]
     return [(name, one.get(name), other.get(name)) for name in names if one.get(name) != other.get(name)]
 
@@ -139,13 +140,6 @@ def common_steps(first: Path, second: Path, most: int = 12) -> list[tuple[int, R
     if len(steps) > most:
         steps = sorted({steps[round(i * (len(steps) - 1) / (most - 1))] for i in range(most)})
     return [(step, one[step], other[step]) for step in steps]
-
-
-def _flat(section: Record, prefix: str = "") -> Record:
-    found: Record = {}
-    for name, value in section.items():
-        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return found
 
 
 def _last(records: dict[int, Record], name: str) -> float | None:

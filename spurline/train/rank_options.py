@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from spurline.config import RunConfig
+from spurline.typed_json import flattened
 
 
 def options_of_rank(module: str, config_name: str, config: RunConfig[Any]) -> dict[str, str]:
@@ -24,14 +25,6 @@ def options_of_rank(module: str, config_name: str, config: RunConfig[Any]) -> di
         "the version of PyTorch": torch.__version__,
         **{f"the code of {package}": code_hash(package) for package in sorted(packages)},
     }
-
-
-def flattened(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"training": {"seed": 0}} -> {"training.seed": 0}."""
-    flat: dict[str, Any] = {}
-    for name, value in section.items():
-        flat |= flattened(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return flat
 
 
 def code_hash(package: str) -> str:
