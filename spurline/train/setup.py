@@ -55,7 +55,7 @@ def build_model(config: RunConfig[Any], world: World, draw_weights: bool = True)
         attach_adapters(model, config.lora.rank, config.lora.alpha, config.lora.targets)
     freeze(model, config.training.freeze)
     convert_layers(model, config.precision, world.device, getattr(torch, config.training.dtype))
-    check_backends(model, world.device, getattr(torch, config.training.dtype))
+    check_backends(model, world.device, getattr(torch, config.training.dtype), world.degrees.etp)
     per_param_mesh = False if config.debug.separate_expert_units else None
     remat, sharding = config.activation_checkpoint.mode, sharding_of(config)
     kind = config.parallelism.context_parallel_kind
@@ -85,13 +85,13 @@ def weights_changed(model: nn.Module) -> None:
         model.update_followers()
 
 
-def check_backends(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+def check_backends(model: nn.Module, device: torch.device, dtype: torch.dtype, hidden_shards: int = 1) -> None:
     """Raise a ValueError, before the first step, if the experts' backend does not support this device and dtype."""
     if device.type == "meta":
         return
     for module in model.modules():
         if isinstance(module, Experts):
-            module.check_backend(device.type, dtype)
+            module.check_backend(device.type, dtype, hidden_shards)
 
 
 def sharding_of(config: RunConfig[Any]) -> Sharding:

@@ -391,3 +391,24 @@ def test_experts_whose_hidden_width_is_split(
         results = ranks.run(run_split_experts, 4, config, mesh_shape, shapes)
         assert_equal(results, config, shapes, replicated=False)
         assert {r["local"] for r in results} == {(8 // mesh_shape[0], 12 // mesh_shape[1], 8)}
+
+
+def run_narrow_share(rank: int) -> tuple[str, int]:
+    """The error of a kernel that takes the whole hidden width but not half of it, and the score it then has."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("ep", "etp"))
+    moe = parallelize_moe(make_layer(dataclasses.replace(CONFIG, experts_backend="grouped_mm")), mesh)
+    x = make_input((2, 4), rank)[0]
+    try:
+        moe(x)
+    except ValueError as error:
+        rows = moe.dispatcher.plan(moe.router(x.flatten(0, 1), 1)).dispatch(x.flatten(0, 1))
+        return str(error), moe.experts.verdicts(rows)["grouped_mm"].score
+    return "", -1
+
+
+def test_a_kernel_is_chosen_for_the_hidden_width_of_a_rank(ranks: RankPool) -> None:
+    make_layer(CONFIG).experts.check_backend("cpu", torch.float32)
+    for error, score in ranks.run(run_narrow_share, 2):
+        assert "with dim 8 and hidden_dim 6" in error
+        assert "choose" in error
+        assert score == 0

@@ -135,7 +135,7 @@ class Experts(Adaptable):
             accelerator.stand_in or x.device.type,
             x.dtype,
             self.width,
-            self.hidden,
+            self.hidden // self.hidden_shards,
             equal_rows,
             grad,
             cacheable,
@@ -143,11 +143,15 @@ class Experts(Adaptable):
             adapted=bool(self.scale_of),
         )
 
-    def check_backend(self, device: str, dtype: torch.dtype) -> None:
-        """Raise a ValueError if the configured kernel can't compute these experts on this device, whatever the rows."""
+    def check_backend(self, device: str, dtype: torch.dtype, hidden_shards: int = 0) -> None:
+        """Raise a ValueError if the configured kernel can't compute these experts on this device, whatever the rows.
+
+        hidden_shards: of the hidden width, if they are not sharded yet.
+        """
         precision = "none" if self.precision is None else self.precision.recipe
         adapted, device = bool(self.scale_of), accelerator.stand_in or device
-        work = Work(self.kind, device, dtype, self.width, self.hidden, 1, precision=precision, adapted=adapted)
+        hidden = self.hidden // (hidden_shards or self.hidden_shards)
+        work = Work(self.kind, device, dtype, self.width, hidden, 1, precision=precision, adapted=adapted)
         choose_kernel(work, self.backend)
 
     def verdicts(self, rows: Rows) -> dict[str, Verdict]:
