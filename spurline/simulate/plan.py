@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -168,9 +168,8 @@ def summarize(done: Simulation, num_points: int = 0) -> Plan:
     phase, module = _where(done, moment)
     tokens = training.local_batch_size * training.seq_len * done.num_micro_batches * degrees.dp
     model_flops = done.config.model.flops_per_token(training.seq_len) * tokens // degrees.world
-    scale = done.num_micro_batches / done.simulated_micro_batches
     labels = {one.collective.label for one in done.trace.collectives}
-    busy, exposed = done.timeline.busy, done.timeline.exposed
+    busy, exposed, flops = (_of(done, kind) for kind in ("busy", "exposed", "flops"))
     longest_first = sorted(exposed, key=lambda label: -exposed[label])
     return Plan(
         layout=layout_of(done),
@@ -184,15 +183,15 @@ def summarize(done: Simulation, num_points: int = 0) -> Plan:
         holders=done.memory.by_holder(moment),
         largest=_largest(done, moment),
         traffic=_traffic(done),
-        flops={kind: int(total * scale) for kind, total in _by_kind(done.trace.flops).items()},
+        flops={kind: int(total) for kind, total in flops.items()},
         model_flops=model_flops,
         step_seconds=done.step_seconds,
-        kernel_seconds=scale * sum(seconds for kind, seconds in busy.items() if kind not in labels),
-        collective_seconds={label: scale * busy[label] for label in sorted(labels)},
-        exposed_seconds={label: scale * exposed[label] for label in longest_first if exposed[label] > 0},
+        kernel_seconds=sum(seconds for kind, seconds in busy.items() if kind not in labels),
+        collective_seconds={label: busy[label] for label in sorted(labels)},
+        exposed_seconds={label: exposed[label] for label in longest_first if exposed[label] > 0},
         mfu=model_flops / (done.step_seconds * hardware.bf16_flops),
-        host_reads=sum(access.blocking for access in done.trace.host),
-        launches=int(scale * sum(done.trace.launches.values())),
+        host_reads=int(done.totals["reads", ""]),
+        launches=int(done.totals["launches", ""]),
         simulation_seconds=done.simulation_seconds,
         curve=_curve(done, num_points) if num_points else {},
     )
@@ -253,11 +252,8 @@ def _traffic(done: Simulation) -> list[Traffic]:
     return sorted(rows, key=lambda row: -row.num_bytes)
 
 
-def _by_kind(flops: Counter[tuple[str, str]]) -> Counter[str]:
-    found: Counter[str] = Counter()
-    for (_, kind), number in flops.items():
-        found[kind] += number
-    return found
+def _of(done: Simulation, what: str) -> dict[str, float]:
+    return {label: total for (kind, label), total in done.totals.items() if kind == what}
 
 
 def _curve(done: Simulation, num_points: int) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -80,6 +80,8 @@ class Trace:
     """FLOPs by (phase, kind)."""
     phases: list[tuple[str, int, float]] = field(default_factory=list)
     """The start of each phase: its name, the moment (see Memory) and the time."""
+    totals: list[dict[tuple[str, str], float]] = field(default_factory=list)
+    """What the step had taken at the start of each phase (`Recorder.totals`)."""
 
 
 class Recorder(TorchDispatchMode):
@@ -133,6 +135,20 @@ class Recorder(TorchDispatchMode):
         self.phase = name
         if self.recording:
             self.trace.phases.append((name, self.memory.moment, self.timeline.compute.tail))
+            self.trace.totals.append(self.totals())
+
+    def totals(self) -> dict[tuple[str, str], float]:
+        """What the step has taken so far: seconds "busy" and "exposed", "flops", "launches" and "reads", by kind."""
+        found: defaultdict[tuple[str, str], float] = defaultdict(float)
+        for kind, seconds in self.timeline.busy.items():
+            found["busy", kind] = seconds
+        for label, seconds in self.timeline.exposed.items():
+            found["exposed", label] = seconds
+        for (_, kind), number in self.trace.flops.items():
+            found["flops", kind] += number
+        found["launches", ""] = sum(self.trace.launches.values())
+        found["reads", ""] = sum(access.blocking for access in self.trace.host)
+        return dict(found)
 
     def place(self) -> Place:
         line, in_fsdp = calling_line()

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from spurline.config import RunConfig
@@ -72,6 +73,8 @@ class Simulation:
     """First and end layer of every pipeline stage; empty without stages."""
     step_seconds: float
     """For all micro-batches; with pipeline stages, for the simulated ones, one after the other."""
+    totals: dict[tuple[str, str], float]
+    """What the step takes with all micro-batches (`Recorder.totals`)."""
     simulation_seconds: float
 
     @property
@@ -128,6 +131,7 @@ def simulate_step(
         stage_seconds=recorder.stage_seconds,
         layers_of_stages=recorder.layers_of_stages,
         step_seconds=seconds,
+        totals=_totals(recorder, num_micro_batches, simulated, degrees.pp),
         simulation_seconds=time.perf_counter() - started,
     )
 
@@ -145,6 +149,7 @@ def fake_world(num_ranks: int, degrees: Degrees, rank: int = 0) -> Iterator[Worl
         yield World(DEVICE, degrees, build_meshes(degrees, DEVICE.type))
     finally:
         dist.destroy_process_group()
+        _clear_sharding_prop_cache()  # it holds meshes of this world, which equal those of the next
 
 
 class _Simulator(Recorder):
@@ -309,6 +314,23 @@ def _middle_seconds(trace: Trace) -> float:
     """Seconds of a micro-batch between the first and the last."""
     starts = [seconds for name, _, seconds in trace.phases if name == "forward"]
     return starts[2] - starts[1] if len(starts) > 2 else 0.0
+
+
+def _totals(recorder: Recorder, num_micro_batches: int, simulated: int, pp: int) -> dict[tuple[str, str], float]:
+    """What the step takes with all micro-batches: those not simulated take as much as those in the middle."""
+    found, trace = recorder.totals(), recorder.trace
+    if simulated == num_micro_batches:
+        return found
+    names = [name for name, _, _ in trace.phases]
+    forwards = [index for index, name in enumerate(names) if name == "forward"]
+    if pp == 1:
+        begin, end, number = forwards[1], forwards[2], 1
+    else:  # their forward and backward passes alternate
+        last = max(index for index, name in enumerate(names) if name == "backward")
+        begin, end, number = forwards[0], last + 1, simulated
+    before, after = (trace.totals[index] for index in (begin, end))
+    more = (num_micro_batches - simulated) / number
+    return {name: value + more * (after.get(name, 0) - before.get(name, 0)) for name, value in found.items()}
 
 
 def _data(config: RunConfig[Any]) -> DataSets:

@@ -5,6 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.tensor.debug
 
 from spurline.config import ActivationCheckpoint, Parallelism, RunConfig, Training
 from spurline.hardware import hardware_named
@@ -117,6 +119,41 @@ def test_micro_batches_beyond_three_are_counted_by_the_second() -> None:
     assert calls[5]["forward"] > calls[3]["forward"]
 
 
+@pytest.mark.parametrize("degrees", [{"expert_parallel": 2}, {"pipeline_parallel": 2}])
+def test_times_and_host_waits_add_up_for_many_micro_batches(degrees: dict[str, int]) -> None:
+    def with_batches(number: int) -> Simulation:
+        ranks = 2 * degrees.get("pipeline_parallel", 1)
+        return simulate(
+            ranks, replace(CONFIG, training=replace(CONFIG.training, global_batch_size=4 * number)), **degrees
+        )
+
+    some, many = with_batches(16), with_batches(64)
+    first, plan = summarize(some), summarize(many)
+    batches = [one.num_micro_batches - one.simulated_micro_batches for one in (some, many)]
+    assert batches[0] < batches[1]
+    if many.degrees.pp == 1:  # else the schedule decides when stages wait
+        assert plan.kernel_seconds + sum(plan.exposed_seconds.values()) == pytest.approx(plan.step_seconds, rel=1e-9)
+    reads = [one.totals["reads", ""] for one in (some, many)]
+    reads_per_batch = len(many.moe_layers) if many.degrees.ep > 1 else 0
+    # The first step of a process also copies a constant to the device.
+    assert reads[1] - reads[0] == pytest.approx(reads_per_batch * (batches[1] - batches[0]), abs=1)
+    for label in plan.collective_seconds:
+        if label.startswith("reduce-scatter"):  # once a step
+            assert plan.collective_seconds[label] == pytest.approx(first.collective_seconds[label])
+
+
+def test_a_layout_does_not_depend_on_those_simulated_before() -> None:
+    def traffic(**degrees: int) -> list[Any]:
+        return summarize(simulate(8, tensor_parallel=2, **degrees)).traffic
+
+    layouts: list[dict[str, int]] = [{}, {"context_parallel": 2}, {"data_parallel_replicate": 2}]
+    alone = []
+    for layout in layouts:
+        torch.distributed.tensor.debug._clear_sharding_prop_cache()  # as in a process of its own
+        alone.append(traffic(**layout))
+    assert [traffic(**layout) for layout in (*layouts, *reversed(layouts))] == [*alone, *reversed(alone)]
+
+
 def test_forced_balance_and_tensor_parallelism_run() -> None:
     config = replace(CONFIG, model=MODEL.with_forced_balance())
     done = simulate(8, config, tensor_parallel=2, expert_parallel=4)
@@ -126,7 +163,6 @@ def test_forced_balance_and_tensor_parallelism_run() -> None:
 
 
 def test_nothing_of_the_simulation_is_left_behind() -> None:
-    import torch
     import torch.distributed as dist
 
     before = torch.Event, torch.is_autocast_enabled, torch.as_tensor, torch.Tensor.new_tensor
