@@ -8,16 +8,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
+from spurline.remote import RemotePath
 from spurline.run_folders import find_run
 from spurline.tools.console import human
 from spurline.tools.parsing import described
 from spurline.tools.subcommands import Subcommand, run_subcommand
 from spurline.train.checkpoint.folder import WHY_NONE, CheckpointFolder
 from spurline.train.checkpoint.signature import read_key
+from spurline.train.folder_lock import FolderLock
 
 PROG = "spurline checkpoint"
 LS = """\
@@ -34,8 +38,8 @@ and how the ranks that wrote it sharded each tensor."""
 PRUNE = """\
 Remove all but the newest N checkpoints of a run. The checkpoint with the lowest
 validation loss and the newest intact one are always kept. Without --yes this asks
-for confirmation on a terminal, and is a dry run elsewhere. Do not use it while the
-run is training."""
+for confirmation on a terminal, and is a dry run elsewhere. While the run is
+training, nothing is removed: --checkpoint.keep_latest_k is for that."""
 
 
 @dataclass(frozen=True)
@@ -179,10 +183,26 @@ def prune_checkpoints(runs: list[str], options: Prune) -> int:
     if not options.yes and not (sys.stdin.isatty() and _agrees(f"remove the checkpoints of steps {names}? [y/N] ")):
         print(f"would remove the checkpoints of steps {names}; pass --yes to remove them")
         return 0
-    for step in removed:
-        folder.remove(step)
+    with _owning(find_run(runs[0]), folder.path):
+        for step in removed:
+            folder.remove(step)
     print(f"removed the checkpoints of steps {names}")
     return 0
+
+
+@contextmanager
+def _owning(run_folder: Path, checkpoint_folder: Path | RemotePath) -> Iterator[None]:
+    """Own the folders that a run would own, so that none saves or removes checkpoints at the same time."""
+    is_elsewhere = isinstance(checkpoint_folder, Path) and checkpoint_folder.parent != run_folder
+    folders = [run_folder, checkpoint_folder] if is_elsewhere else [run_folder]
+    locks = [FolderLock(folder, instead="Let it remove old checkpoints, or end it first") for folder in folders]
+    try:
+        for lock in locks:
+            lock.take()
+        yield
+    finally:
+        for lock in locks:
+            lock.release()
 
 
 def _writers(num_ranks: int) -> str:

@@ -28,6 +28,7 @@ STALE_SECONDS = 180.0
 """Nine beats: cluster file systems may show a new modification time up to a minute late."""
 _POLL_SECONDS = 1.0
 _MAX_BYTES = 10_000
+_INSTEAD = "Use another --job.dump_folder, or end that job first"
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,9 @@ class Owner:
 class FolderLock:
     """Owns a run folder from `take` to `release`."""
 
-    def __init__(self, folder: str | os.PathLike[str], job: str = "") -> None:
+    def __init__(self, folder: str | os.PathLike[str], job: str = "", instead: str = _INSTEAD) -> None:
+        """`instead` tells the user what to do if another process owns the folder."""
+        self._instead = instead
         self.path = Path(folder) / "run.lock"
         self._remove = f"Remove {self.path} if no job uses this folder"
         self._own = Owner(Process.own(), job, time.strftime("%Y-%m-%d %H:%M:%S"))
@@ -162,16 +165,15 @@ class FolderLock:
             return f"{self.path} is damaged. {self._remove}"
         if self._has_same_job(owner):
             return ""
-        who, process = f"{owner} (since {owner.since})", owner.process
-        another = "Use another --job.dump_folder, or end that job first"
+        who, process, instead = f"{owner} (since {owner.since})", owner.process, self._instead
         if process.is_local:
-            return f"{self.path.parent} belongs to {who}, which is still running. {another}" if process.state() else ""
+            return f"{self.path.parent} belongs to {who}, which is still running. {instead}" if process.state() else ""
         silent = self._seconds_silent()
         if silent >= STALE_SECONDS:
             return ""
         if silent < -STALE_SECONDS:
             return f"{self.path.parent} belongs to {who}, last seen in the future: a clock was set back. {self._remove}"
-        return f"{self.path.parent} belongs to {who}, which was seen {max(0, silent):.0f} seconds ago. {another}"
+        return f"{self.path.parent} belongs to {who}, which was seen {max(0, silent):.0f} seconds ago. {instead}"
 
     def _has_same_job(self, owner: Owner) -> bool:
         return owner.job != "" and owner.job == self._own.job

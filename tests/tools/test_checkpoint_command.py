@@ -10,6 +10,7 @@ from spurline import config_io
 from spurline.models.deepseek_v3.configs import deepseek_v3_debugmodel
 from spurline.train.checkpoint.manager import CheckpointManager
 from spurline.train.checkpoint.signature import read_key
+from spurline.train.folder_lock import FolderLock
 
 
 @pytest.fixture
@@ -169,6 +170,23 @@ def test_prune_never_removes_the_last_one_that_is_whole(spurline, run):
     flip_a_bit(run / "step-00000004" / "metadata.json")
     spurline("checkpoint", "prune", "run", "--keep", "1", "--yes")
     assert names(run) == ["step-00000002", "step-00000003", "step-00000004"]
+
+
+@pytest.mark.parametrize("place", ["run", "elsewhere"])
+def test_prune_removes_nothing_of_a_run_that_is_training(spurline, run, tmp_path, place):
+    (tmp_path / "run" / "config.json").write_text('{"checkpoint": {"folder": "elsewhere"}}')
+    run.rename(tmp_path / "elsewhere")
+    lock = FolderLock(tmp_path / place)
+    lock.take()
+    code, out, err = spurline("checkpoint", "prune", "run", "--keep", "1", "--yes")
+    assert (code, out) == (2, "")
+    assert err.startswith(f"spurline checkpoint prune: {place} belongs to process ")
+    assert err.endswith(", which is still running. Let it remove old checkpoints, or end it first\n")
+    assert len(names(tmp_path / "elsewhere")) == 4 + (place == "elsewhere")
+    lock.release()
+    assert spurline("checkpoint", "prune", "run", "--keep", "1", "--yes").code == 0
+    assert names(tmp_path / "elsewhere") == ["step-00000002", "step-00000004"]
+    assert names(tmp_path / "run") == ["config.json"]
 
 
 @pytest.mark.parametrize(
