@@ -79,6 +79,9 @@ def step_back(
     skipped = reached.sequences_seen - position.sequences_seen
     if trainer.config.training.loss_spike_skip_data:
         say(f"stepping back to the checkpoint of step {step}, and leaving out the {skipped} sequences since")
-        return replace(position, sequences_seen=reached.sequences_seen)
+        position = replace(position, sequences_seen=reached.sequences_seen)
+        # A run that is killed before its next checkpoint starts from this one, and must not read them again.
+        checkpoints.replace_extra(step, extra | position.stored())
+        return position
     say(f"stepping back to the checkpoint of step {step}")
     return position

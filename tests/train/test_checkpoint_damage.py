@@ -4,6 +4,7 @@ import errno
 import json
 import random
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -246,6 +247,23 @@ def test_a_file_in_the_way_of_the_folder_is_named(tmp_path):
     (tmp_path / "checkpoints").write_text("")
     with pytest.raises(ValueError, match=r"can't write the checkpoint of step 1: .*/checkpoints: File exists"):
         CheckpointManager(tmp_path, 1, 0).save(1, *make(1.0), {})
+
+
+@pytest.mark.parametrize("where", ["", "memory://bucket/run"])
+def test_plain_data_is_replaced_and_all_else_stays(tmp_path, where):
+    if where:
+        pytest.importorskip("fsspec").filesystem("memory").store.clear()
+    checkpoints = CheckpointManager(tmp_path, 1, 0, sign_key=b"k" * 32, elsewhere=where)
+    checkpoints.save(1, *make(1.0), {"step": 1, "tokens_seen": 5})
+    before = CheckpointFolder(tmp_path, b"k" * 32, where).record(1)
+    checkpoints.replace_extra(1, {"step": 1, "tokens_seen": 5, "more": 2})
+    model, optimizer = make(0.0)
+    assert checkpoints.load_newest(model, optimizer) == (1, {"step": 1, "tokens_seen": 5, "more": 2})
+    assert torch.equal(model.weight, torch.ones(2, 3))
+    after = CheckpointFolder(tmp_path, b"k" * 32, where).record(1)
+    assert replace(after, extra=before.extra) == before
+    if not where:
+        assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
 
 
 # Other models.

@@ -72,6 +72,8 @@ def test_a_checkpoint_of_version_1_is_loaded_bit_for_bit(tmp_path):
             assert torch.equal(other_optimizer.state[theirs][key], value), key
     checkpoints.restore_random(3, seed=0)
     assert draw() == expected
+    checkpoints.replace_extra(3, extra | {"tokens_seen": 8})
+    assert checkpoints.load(3, other, other_optimizer) == extra | {"tokens_seen": 8}
 
 
 def test_the_same_tensors_are_read_by_our_reader_and_by_theirs(tmp_path):

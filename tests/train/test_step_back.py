@@ -111,6 +111,28 @@ def test_capacity_that_grew_during_the_spike_is_taken_back(config, tmp_path):
     assert [line["capacity"]["layers.1.moe"]["factor"] for line in lines] == [3.5] * 34
 
 
+def test_the_data_stays_left_out_when_the_run_is_killed_before_its_next_checkpoint(config, tmp_path, capsys):
+    steps_taken = []
+
+    def interrupt(self: Trainer, step: int) -> Any:
+        steps_taken.append(step)
+        if step == 22 and steps_taken.count(step) == 2:
+            raise KeyboardInterrupt
+        return step_of(self, step)
+
+    step_of = Trainer.step
+    with mock.patch.object(Trainer, "step", interrupt), pytest.raises(KeyboardInterrupt):
+        run(config, 24 * PER_STEP, 3 * PER_STEP)
+    assert steps_taken[-3:] == [20 + 7, 21, 22]
+    capsys.readouterr()
+    run(config, 24 * PER_STEP, 3 * PER_STEP)
+    out = capsys.readouterr().out
+    assert "resuming from the checkpoint of step 20\n" in out
+    assert "stepping back" not in out
+    check_run(tmp_path / "run", PER_STEP)
+    assert CheckpointFolder(tmp_path / "run").record(34).extra["sequences_seen"] == (27 + 14) * PER_STEP
+
+
 def test_a_spike_that_comes_again_ends_the_run_at_last(config, tmp_path, capsys):
     training = replace(config.training, loss_spike_skip_data=False, max_step_backs=1)
     with pytest.raises(ValueError, match=r"step 25: the loss jumps after 1 step-backs"):

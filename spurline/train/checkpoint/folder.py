@@ -164,6 +164,16 @@ class CheckpointFolder:
         with contextlib.suppress(OSError):
             remove_path(self._aside(record.step))
 
+    def replace_record(self, record: CheckpointRecord) -> None:
+        """Replace the record of a complete checkpoint, whose other files stay."""
+        temporary = self.temporary(record.step)
+        if isinstance(temporary, Path):
+            temporary.mkdir(exist_ok=True)
+        write_record(temporary, record, self._sign_key)
+        if isinstance(temporary, Path):
+            publish(temporary / RECORD, self.at(record.step) / RECORD)
+            temporary.rmdir()
+
     def prune(self, step: int, keep_latest_k: int, keep_best: bool) -> None:
         """Remove checkpoints up to `step` except the latest keep_latest_k (0: keep all) and, on request, the best."""
         if not keep_latest_k:

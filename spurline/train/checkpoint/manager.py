@@ -131,6 +131,11 @@ class CheckpointManager:
         else:
             self._write(record, state, ranks)
 
+    def replace_extra(self, step: int, extra: dict[str, Any]) -> None:
+        """Replace the caller's plain data in the checkpoint of `step`, on all ranks together."""
+        plain = as_plain_data(extra)
+        Ranks().first(lambda: self._files.replace_record(replace(self._files.record(step), extra=plain)))
+
     @property
     def failed(self) -> bool:
         """Whether writing in the background has failed on this rank; `wait` raises the error."""

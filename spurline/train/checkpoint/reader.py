@@ -34,7 +34,7 @@ class StoredCheckpoint:
 
     @property
     def extra(self) -> dict[str, Any]:
-        if self.record.version == 1:
+        if self.record.version == 1 and self.record.extra is None:
             return version1.read_extra(self.folder, self.layout)
         return self.record.extra or {}
 
