@@ -15,6 +15,9 @@ from spurline.train.bad_steps import BAD_STEPS_FILE
 from spurline.train.checkpoint.folder import CheckpointFolder
 from spurline.untrusted import lines, open_regular, parse_json
 
+MAX_SEQUENCES = 2**17
+"""In the batch of a step, all of which is held in memory; eight times the largest batches in use."""
+
 
 @dataclass(frozen=True)
 class RecordedStep:
@@ -57,7 +60,14 @@ def _recorded(content: Any) -> RecordedStep | None:
     numbers = [number for number in found if type(number) is int and 0 <= number < 2**53]
     if len(numbers) < len(names) or 0 in numbers[2:]:
         return None
-    return RecordedStep(*numbers)
+    recorded = RecordedStep(*numbers)
+    _check_size(max(recorded.global_batch_size, recorded.local_batch_size))
+    return recorded
+
+
+def _check_size(num_sequences: int) -> None:
+    if num_sequences > MAX_SEQUENCES:
+        raise ValueError(f"a batch of {num_sequences:,} sequences is too large to replay (at most {MAX_SEQUENCES:,})")
 
 
 def batch_size_of_step(run_folder: Path, config: RunConfig[Any], step: int, sign_key: bytes | None) -> int:
@@ -76,6 +86,7 @@ def batch_size_of_step(run_folder: Path, config: RunConfig[Any], step: int, sign
     )
     for size in found:
         if size > 0:
+            _check_size(size)
             return size
     raise ValueError(
         f"{run_folder}: the sequences in a step are unknown, as neither a checkpoint nor the environment in config.json"

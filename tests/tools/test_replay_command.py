@@ -15,6 +15,7 @@ from spurline.config import Job, Lora, Parallelism
 from spurline.models.common.feed_forward import FeedForward
 from spurline.moe.dispatch.capacity import capacity_factors
 from spurline.testing.tiny import tiny_model, tiny_run, write_words
+from spurline.train.recorded_step import read_recorded_step
 from spurline.train.replay import examine
 from spurline.train.run import train
 from spurline.train.trainer import Trainer
@@ -288,3 +289,14 @@ def test_a_damaged_record_is_one_line(spurline, config, tmp_path, content):
     assert code == 2
     assert "run/bad_steps.jsonl: " in err
     assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("size", ["global_batch_size", "local_batch_size"])
+def test_a_record_of_a_batch_that_no_memory_holds_is_refused(tmp_path, size):
+    record = {"step": 1, "first_sequence": 0, "global_batch_size": 8, "local_batch_size": 4, "data_ranks": 2}
+    path = tmp_path / "bad_steps.jsonl"
+    path.write_text(json.dumps(record | {size: 2**17}))
+    assert getattr(read_recorded_step(tmp_path, 1), size) == 2**17
+    path.write_text(json.dumps(record | {size: 2**52}))
+    with pytest.raises(ValueError, match=r"bad_steps.jsonl: a batch of 4,503,599,627,370,496 sequences is too large"):
+        read_recorded_step(tmp_path, 1)
