@@ -309,6 +309,7 @@ def test_the_best_by_validation_loss_stays_with_the_newest(tmp_path):
     losses = [3.0, 1.0, 2.0, None, 1.5]
     assert steps_after(tmp_path / "best", losses, keep_latest_k=2, keep_best=True) == [2, 4, 5]
     assert steps_after(tmp_path / "newest", losses, keep_latest_k=2) == [4, 5]
+    assert steps_after(tmp_path / "nan", [float("nan"), 1.0, 3.0, 2.0], keep_latest_k=1, keep_best=True) == [2, 4]
     assert steps_after(tmp_path / "none known", [None] * 3, keep_latest_k=1, keep_best=True) == [3]
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import os
 import re
 import shutil
@@ -141,9 +142,9 @@ class CheckpointFolder:
         return content_problem(str(folder), stored) if isinstance(folder, Path) else _remote_problem(folder, stored)
 
     def best(self) -> int | None:
-        """The step with the lowest validation loss; of several, the newest."""
+        """The step with the lowest finite validation loss; of several, the newest."""
         losses = {step: self._validation_loss(step) for step in self.steps()}
-        known = [(loss, -step) for step, loss in losses.items() if loss is not None]
+        known = [(loss, -step) for step, loss in losses.items() if loss is not None and math.isfinite(loss)]
         return -min(known)[1] if known else None
 
     def _validation_loss(self, step: int) -> float | None:
