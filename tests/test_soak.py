@@ -15,6 +15,7 @@ def test_each_attempt_has_one_fault_that_ends_it_and_steps_increase():
         assert [fault.attempt for fault in fatal] == list(range(len(fatal)))
         steps = [fault.step for fault in fatal if fault.step]
         assert steps == sorted(set(steps))
+        assert [fault for fault in fatal if (fault.kind, fault.point) in soak.FAULTS_AT_THE_END] == fatal[-1:]
         for fault in faults:
             parsed = Fault.parse(fault.text)
             assert (parsed.attempt, parsed.kind) == fault.noted_as

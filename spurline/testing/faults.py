@@ -139,6 +139,7 @@ class _Injector:
     def __init__(self, faults: list[Fault]) -> None:
         self._faults = faults
         self._step = 0
+        self._saving = 0  # the step of the checkpoint, which may be written in the background
         self._lock = threading.Lock()  # batches are loaded in another thread
 
     def install(self) -> None:
@@ -148,9 +149,9 @@ class _Injector:
         self._before(Trainer, "micro_batches_on_host", "data", step_of=lambda trainer, step: step)
         self._before(Trainer, "step", "step", step_of=self._note_step)
         self._before(loop_module, "validate", "validation")
-        self._before(CheckpointManager, "save", "save")
-        self._before(ChecksummedStream, "write", "write")
-        self._before(CheckpointFolder, "publish", "publish")
+        self._before(CheckpointManager, "save", "save", step_of=self._note_save)
+        self._before(ChecksummedStream, "write", "write", step_of=lambda *args: self._saving)
+        self._before(CheckpointFolder, "publish", "publish", step_of=lambda *args: self._saving)
         self._before(trainer_module, "step_unless", "optimizer")
         self._after(TrainingLoop, "run", "end")
         self._before(world_module, "wait_for_all_ranks", "leave")
@@ -160,6 +161,10 @@ class _Injector:
 
     def _note_step(self, trainer: Trainer, step: int) -> int:
         self._step = step
+        return step
+
+    def _note_save(self, checkpoints: CheckpointManager, step: int, *args: Any) -> int:
+        self._saving = step
         return step
 
     def _due(self, point: str, *kinds: str, step: int | None = None) -> Fault | None:

@@ -4,9 +4,9 @@
     python -m spurline.testing.soak runs --runs 200                       # `make soak-runs`
 
 `faults` trains a tiny model on 4 gloo ranks (FSDP2 and EP) once without faults, then repeatedly with random faults, one
-per attempt, in two jobs at a time. It compares losses, every byte of the last checkpoint and the samples of each step
-with the first run, checks that each fault was reported, and prints a table of fault, point and outcome. `runs` starts
-complete runs one after the other and counts those that abort.
+per attempt, in two jobs at a time; every other job writes its checkpoints in the background. It compares losses, every
+byte of the last checkpoint and the samples of each step with the first run, checks that each fault was reported, and
+prints a table of fault, point and outcome. `runs` starts complete runs one after the other and counts those that abort.
 """
 
 from __future__ import annotations
@@ -70,10 +70,13 @@ class Planned:
 
 
 def plan_job(draw: random.Random, num_faults: int) -> list[Planned]:
-    """Random faults in increasing steps: one fatal fault per attempt, and occasionally a slow operation as well."""
+    """Random faults in increasing steps, and one after the last step.
+
+    There is one fatal fault per attempt, and occasionally a slow operation as well.
+    """
     faults: list[Planned] = []
     step = 3
-    while len(faults) < num_faults and step < STEPS - 3:
+    while len(faults) < num_faults - 1 and step < STEPS - 3:
         attempt = sum(fault.kind != "slow" for fault in faults)
         kind, point = draw.choice(FAULTS)
         at = step
@@ -89,7 +92,8 @@ def plan_job(draw: random.Random, num_faults: int) -> list[Planned]:
             at += 1 - at % 2  # not at a checkpoint: the weight is huge, but finite until the next step
         faults.append(Planned(kind, point, 0 if point in ("start", "load") else at, pick(draw, point), attempt))
         step = at + 1
-    return faults
+    attempt = sum(fault.kind != "slow" for fault in faults)
+    return [*faults, Planned(*draw.choice(FAULTS_AT_THE_END), 0, pick(draw), attempt)]
 
 
 def pick(draw: random.Random, point: str = "") -> int:
@@ -107,6 +111,7 @@ FAULTS = [
     ("read_error", "data"),
     ("bit_flip", "optimizer"),
 ]
+FAULTS_AT_THE_END = [("kill", "end"), ("raise", "end"), ("stop", "end"), ("stop", "leave")]
 
 
 class Soak:
@@ -227,7 +232,8 @@ def soak_faults(num_faults: int, seconds: float, seed: int, folder: Path, jobs: 
             return None
         name, faults = job_name(number), plans[number]
         try:
-            return soak.judge(name, faults, expected, soak.run(name, faults))
+            mode = ("async", "disabled")[number % 2]
+            return soak.judge(name, faults, expected, soak.run(name, faults, "--checkpoint.async_mode", mode))
         except subprocess.TimeoutExpired:
             return ["it hangs"]
 
