@@ -71,7 +71,7 @@ class MoEConfig:
     """Expert network: swiglu, clamped_swiglu (with biases, as in gpt-oss), or a registered name."""
     experts_backend: str = "auto"
     """Kernel of the expert matmuls: auto, stream, loop, grouped_mm, bmm, triton, or a registered name.
-    auto: stream on CPU; on accelerators bmm for equal counts, else grouped_mm if it is one kernel, else triton."""
+    auto: stream on CPUs (SwiGLU); on accelerators bmm for equal counts, else grouped_mm if one kernel, else triton."""
     dispatcher: str = "local"
     """How rows reach their experts: local (all-to-all across ranks), capacity (a fixed number of places per expert,
     without device-to-host reads), deep_ep, deep_ep_low_latency, hybrid_ep (libraries for NVIDIA GPUs), or a
@@ -84,7 +84,7 @@ class MoEConfig:
     check_exchange: bool = False
     """Across ranks: check that every row sent arrives unchanged and in order."""
     row_multiple: int = field(default=1, metadata=ADDED_LATER)
-    """Pad the rows of each expert to a multiple of this (1 = off), as low-precision grouped matmuls require."""
+    """Pad the rows of each expert to a multiple of this (1 = off), as a kernel of your own may need; --precision pads by itself."""
     capacity_factor: float = field(default=1.25, metadata=ADDED_LATER)
     """Dispatcher capacity: places per expert, as a multiple of an even share of a rank's rows."""
     overflow: Literal["drop_last", "drop_lowest_weight", "grow"] = field(default="drop_last", metadata=ADDED_LATER)
