@@ -84,7 +84,7 @@ class MoEConfig:
     check_exchange: bool = False
     """Across ranks: check that every row sent arrives unchanged and in order."""
     row_multiple: int = field(default=1, metadata=ADDED_LATER)
-    """Pad the rows of each expert to a multiple of this (1 = off), as a kernel of your own may need; --precision pads by itself."""
+    """Pad the rows of each expert to a multiple of this (1 = off), for your own kernel; 8-bit recipes pad anyway."""
     capacity_factor: float = field(default=1.25, metadata=ADDED_LATER)
     """Dispatcher capacity: places per expert, as a multiple of an even share of a rank's rows."""
     overflow: Literal["drop_last", "drop_lowest_weight", "grow"] = field(default="drop_last", metadata=ADDED_LATER)
