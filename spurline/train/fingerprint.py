@@ -15,7 +15,7 @@ from typing import Any
 from spurline.config import RunConfig
 from spurline.data import DataSets
 from spurline.moe.config import SAME_NUMBERS, MoEConfig
-from spurline.typed_json import shown
+from spurline.typed_json import flattened, shown
 
 FREE = (
     # Where the run writes, what it writes, and who looks at it.
@@ -49,7 +49,7 @@ REPORTED = ("training.steps", "training.global_batch_size")
 def fingerprint(config: RunConfig[Any], global_batch_size: int, data: DataSets) -> dict[str, Any]:
     """Options and data that affect the run's numbers, by dotted name, as JSON returns them."""
     content = {
-        **_flat(dataclasses.asdict(config)),
+        **flattened(dataclasses.asdict(config)),
         "training.global_batch_size": global_batch_size,  # by default it depends on the number of ranks
         "data.tokenizer": data.tokenizer.fingerprint,
         "data.num_documents": data.num_documents,
@@ -97,13 +97,6 @@ def _capacity(model: Any) -> dict[str, Any]:
     if moe.dispatcher != "capacity":
         return {"model.moe.dispatcher": "one that keeps all rows"}
     return {"model.moe.dispatcher": moe.dispatcher, "model.moe.row_multiple": moe.row_multiple}
-
-
-def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in section.items():
-        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
-    return found
 
 
 def _is_one_of(name: str, patterns: tuple[str, ...]) -> bool:

@@ -13,6 +13,7 @@ from spurline.testing.tiny import tiny_model, tiny_run, write_words
 from spurline.train import fingerprint as fingerprint_module
 from spurline.train.fingerprint import check_fingerprint, fingerprint
 from spurline.train.run import train
+from spurline.typed_json import flattened
 
 
 @pytest.fixture
@@ -146,7 +147,7 @@ def test_prepared_data_is_the_same_as_what_it_was_prepared_from(text, tmp_path):
 
 
 def test_each_pattern_is_that_of_an_option(text):
-    names = list(fingerprint_module._flat(asdict(tiny_run(text))))
+    names = list(flattened(asdict(tiny_run(text))))
     for pattern in (*fingerprint_module.FREE, *fingerprint_module.REPORTED):
         assert any(fingerprint_module._is_one_of(name, (pattern,)) for name in names), pattern
 
