@@ -5,6 +5,8 @@ what would block, and answers for the device when it is read.
 """
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from spurline import MoE, MoEConfig, accelerator
+from spurline.comm import exchange
 from spurline.moe.dispatch.plan import ExpertRanks
 
 CONFIG = MoEConfig(dim=8, hidden_dim=16, num_experts=128, top_k=2, num_shared_experts=1, experts_backend="grouped_mm")
@@ -133,6 +136,27 @@ def test_rows_are_packed_once(group: dist.ProcessGroup, equal_split: str, monkey
     device = events_of_a_step(config, group, monkeypatch)
     forward = ["copy queued", "pack", "shared experts", "host waits", "exchange", "exchange"]
     assert device.events == [*forward, "exchange", "exchange", "gradient of shared experts"]
+
+
+@pytest.mark.parametrize("group", [8], indirect=True)
+def test_what_arrives_on_the_side_stream_is_not_freed_before_the_current_one_has_used_it(
+    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, recorded = [], []
+
+    @contextmanager
+    def beside(event: str, device: torch.device) -> Iterator[None]:
+        begun.append(event)
+        yield
+
+    monkeypatch.setattr(exchange, "record_event", lambda device: "rows are ready")
+    monkeypatch.setattr(exchange, "side_stream_behind", beside)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda: "current stream")
+    monkeypatch.setattr(Tensor, "record_stream", lambda rows, stream: recorded.append((rows.shape, stream)))
+    device = events_of_a_step(CONFIG, group, monkeypatch)
+    assert begun == ["rows are ready"]
+    received = int(device.numbers[8:16].sum())
+    assert [(shape[0], stream) for shape, stream in recorded] == [(received, "current stream")]
 
 
 @pytest.mark.parametrize("group", RANKS, indirect=True)
