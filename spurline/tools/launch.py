@@ -24,6 +24,7 @@ from spurline.tools.parsing import option_types, parse, split_options, wants_hel
 PROG = "spurline launch"
 _CUTOFF = 0.75
 """--rank, --gpu, --node and --slrum are nearer to an option of this command; --interval and --config are not."""
+_NO_OVERWRITE = "leave out --job.overwrite, and give a new folder (--name, --job.dump_folder) or remove the old one"
 DESCRIPTION = """\
 Start `spurline train` on several ranks, with torchrun's elastic agent: on this machine,
 as one node of several, or as a job on a cluster. Arguments after -- go to `spurline
@@ -98,6 +99,8 @@ def write_job(options: Options, command: Command[Any], train: list[str]) -> int:
         off = "checkpoint.no_enable"
         remedy = f"leave out --{off}" if off in given else "add --checkpoint.enable"
         return complain(PROG, [f"--{options.target} needs checkpoints, to continue after a restart: {remedy}"])
+    if command.run_config.job.overwrite:
+        return complain(PROG, [f"--{options.target}: each restart would remove the progress: {_NO_OVERWRITE}"])
     if "job.dump_folder" in given:
         folder = command.run_config.job.dump_folder
     else:  # a restarted job must find its run

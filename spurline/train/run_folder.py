@@ -219,9 +219,10 @@ def start_anew(folder: Path) -> None:
 
 def how_to_resume(config: RunConfig[Any]) -> str:
     folder, runs = config.job.dump_folder, config.job.runs_folder
+    command = "the same command" + " without --job.overwrite" * config.job.overwrite
     if runs and Path(folder).parent == Path(runs):
-        return f"resume it by the same command and --job.resume {folder}"
-    return "run the same command to resume"
+        return f"resume it by {command} and --job.resume {folder}"
+    return f"run {command} to resume"
 
 
 def own(folder: Path, config: RunConfig[Any], is_restart: bool) -> None:

@@ -127,6 +127,16 @@ def test_job_for_a_cluster_needs_checkpoints(spurline, tmp_path):
     assert spurline(*command, "--config-file", str(file)) == (2, "", f"{line}add --checkpoint.enable\n")
 
 
+@pytest.mark.parametrize("target", ["--slurm", "--torchrun", "--kubernetes --image a --volume b:/c"])
+def test_job_that_is_started_again_does_not_overwrite_its_own_run(spurline, tmp_path, target):
+    code, out, err = spurline("launch", *target.split(), "--ranks", "1", "--", *CONFIG, "--job.overwrite")
+    assert (code, out) == (2, "")
+    told = f"spurline launch: {target.split()[0]}: each restart would remove the progress: leave out --job."
+    assert err.startswith(told)
+    assert len(err.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_job_for_a_cluster_is_checked_like_a_run(spurline, tmp_path):
     """Slurm's nodes have the disks of this machine, pods don't."""
     bad = ["--data.path", "/nowhere", "--parallelism.tensor_parallel_degree", "3"]

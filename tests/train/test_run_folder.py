@@ -17,7 +17,7 @@ from spurline.testing.tiny import tiny_run, write_words
 from spurline.train import folder_lock
 from spurline.train.folder_lock import FolderLock
 from spurline.train.run import train
-from spurline.train.run_folder import claimed_folder
+from spurline.train.run_folder import claimed_folder, how_to_resume
 
 
 @pytest.fixture
@@ -116,6 +116,15 @@ def test_overwrite_replaces_the_run_and_its_checkpoints(run, monkeypatch):
     # What torchrun starts again after a failure is the same command: it resumes.
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert "resuming from the checkpoint of step 2" in run(replaced, enable=True)
+
+
+def test_resuming_a_run_that_replaced_another_does_not_replace_it(tmp_path):
+    config = tiny_run(tmp_path, job=Job("run", overwrite=True))
+    assert how_to_resume(config) == "run the same command without --job.overwrite to resume"
+    numbered = replace(config, job=Job("runs/0001", "runs", overwrite=True))
+    assert how_to_resume(numbered) == (
+        f"resume it by the same command without --job.overwrite and --job.resume {Path('runs/0001')}"
+    )
 
 
 def test_same_command_goes_on_and_starts_again_if_there_is_no_checkpoint_yet(run):
