@@ -72,6 +72,15 @@ def load(path: str | Path, *, may_be_partial: bool = False) -> tuple[str, str, R
     return module, config_name, run_config
 
 
+def is_of_a_run(path: str | Path) -> bool:
+    """Whether `save` has written the file; its options need not be valid for this version."""
+    try:
+        content = read_json(path)
+    except (OSError, ValueError):
+        return False
+    return isinstance(content, dict) and {"module", "config", "job", "training"} <= content.keys()
+
+
 def load_environment(path: str | Path) -> dict[str, Any]:
     """Where a run was started, as `save` wrote it; empty if its config.json does not say."""
     content = _read(path, is_yaml=False)

@@ -7,6 +7,7 @@ it again, whatever else has been started since.
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import socket
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 from spurline import config_io
 from spurline.config import Job, RunConfig
 from spurline.parallel.rendezvous import job_of_launcher, name_ranks
-from spurline.run_folders import claim_number, is_run, numbered_runs, set_latest
+from spurline.run_folders import FILES_OF_A_RUN, claim_number, is_run, numbered_runs, set_latest
 from spurline.shared_folder import missing_folders, not_shared, remove_if_empty, sees, token_in
 from spurline.train.checkpoint.folder import CheckpointFolder
 from spurline.train.checkpoint.ranks import Ranks
@@ -29,9 +30,11 @@ from spurline.train.metrics.jsonl import last_step
 from spurline.untrusted import open_regular
 
 _OF_A_RUN = (
-    *("metrics.jsonl", "expert_load.bin", "config.json", "samples.jsonl", "report.html", "tensorboard", "wandb"),
+    *("metrics.jsonl", "expert_load.bin", "samples.jsonl", "report.html", "tensorboard", "wandb"),
     *("bad_steps.jsonl", "routing.html", "state.json"),
+    "config.json",  # last: it tells that the others are of a run
 )
+_NOT_STARTED_ANEW = ("checkpoints", "logs", "profile", "failures.jsonl")
 _JOB_FILE = ".job"
 _SECONDS_PER_TURN = 5.0
 """Less than any timeout of a collective, in which the other ranks wait for the first one."""
@@ -146,7 +149,12 @@ def refuse_other_run(folder: Path, config: RunConfig[Any]) -> None:
             f"job.dump_folder {folder} has numbered runs in it: choose a folder of its own, or omit the option for the"
             " next number"
         )
-    if job.overwrite or not is_run(folder):
+    if not is_run(folder):
+        return
+    if not _is_ours(folder) and (job.overwrite or not steps):
+        there = ", ".join(name for name in FILES_OF_A_RUN if os.path.lexists(folder / name))
+        raise ValueError(f"job.dump_folder {folder} has {there}, but no run of Spurline: choose another folder")
+    if job.overwrite:
         return
     ways_out = "choose another --job.dump_folder, or replace it with --job.overwrite"
     if steps and not config.checkpoint.enable:
@@ -157,6 +165,11 @@ def refuse_other_run(folder: Path, config: RunConfig[Any]) -> None:
     if not steps and not (config.checkpoint.enable and _was_killed_early(folder, config)):
         taken = last_step(folder / "metrics.jsonl")
         raise ValueError(f"job.dump_folder {folder} holds another run (up to step {taken}): {ways_out}")
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether a run of Spurline has written what is in the folder; others have checkpoints and a config.json too."""
+    return config_io.is_of_a_run(folder / "config.json") or bool(CheckpointFolder(folder, elsewhere="").steps())
 
 
 def _was_killed_early(folder: Path, config: RunConfig[Any]) -> bool:
@@ -199,17 +212,19 @@ def overwrite(folder: Path, config: RunConfig[Any], is_restart: bool) -> None:
                 checkpoints.remove(step)
             for step in checkpoints.passed_steps():
                 checkpoints.remove_passed(step)
-        for name in ("checkpoints", "logs", "profile"):
-            shutil.rmtree(folder / name, ignore_errors=True)
-        (folder / "failures.jsonl").unlink(missing_ok=True)
-        start_anew(folder)
+        if not _is_ours(folder):
+            return
+        _remove(folder, (*_NOT_STARTED_ANEW, *_OF_A_RUN))
 
 
 def start_anew(folder: Path) -> None:
     """Remove what the run wrote before its first checkpoint."""
-    if not is_run(folder):
-        return
-    for name in _OF_A_RUN:
+    if _is_ours(folder):
+        _remove(folder, _OF_A_RUN)
+
+
+def _remove(folder: Path, names: tuple[str, ...]) -> None:
+    for name in names:
         path = folder / name
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)

@@ -118,6 +118,33 @@ def test_overwrite_replaces_the_run_and_its_checkpoints(run, monkeypatch):
     assert "resuming from the checkpoint of step 2" in run(replaced, enable=True)
 
 
+def write_foreign(*names):
+    for name in names:
+        Path("mine", name).parent.mkdir(parents=True, exist_ok=True)
+        Path("mine", name).write_text(f"my own {name}")
+
+
+def test_overwrite_keeps_folders_with_the_names_of_ours_where_no_run_is(run):
+    write_foreign("logs/mylog", "profile/trace.json", "tensorboard/events", "wandb/notes")
+    before = content("mine")
+    run(Job("mine", overwrite=True), enable=True)
+    assert steps_in("mine") == [1, 2]
+    assert {path: content("mine").get(path) for path in before} == before
+
+
+@pytest.mark.parametrize("name", ["checkpoints/step-100/model.pt", "config.json", "metrics.jsonl"])
+def test_overwrite_refuses_what_another_program_has_written(run, name):
+    write_foreign(name, "logs/mylog")
+    if name == "config.json":
+        Path("mine", name).write_text('{"architectures": ["DeepseekV3ForCausalLM"]}')
+    before = content("mine")
+    for job in (Job("mine"), Job("mine", overwrite=True)):
+        has = rf"dump_folder mine has {name.partition('/')[0]}, but no run of Spurline: choose another folder"
+        with pytest.raises(ValueError, match=has):
+            run(job)
+        assert content("mine") == before
+
+
 def test_resuming_a_run_that_replaced_another_does_not_replace_it(tmp_path):
     config = tiny_run(tmp_path, job=Job("run", overwrite=True))
     assert how_to_resume(config) == "run the same command without --job.overwrite to resume"
