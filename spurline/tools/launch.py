@@ -94,16 +94,18 @@ def write_job(options: Options, command: Command[Any], train: list[str]) -> int:
     name = re.sub(r"[^a-z0-9-]+", "-", name.lower()) if options.kubernetes else name
     if options.kubernetes and (problems := name_problems(name, options)):
         return complain(PROG, problems)
-    folder, given = f"outputs/{name}-job", {option.name for option in split_options(train)[1]}
+    job, given = command.run_config.job, {option.name for option in split_options(train)[1]}
     if not command.run_config.checkpoint.enable:
         off = "checkpoint.no_enable"
         remedy = f"leave out --{off}" if off in given else "add --checkpoint.enable"
         return complain(PROG, [f"--{options.target} needs checkpoints, to continue after a restart: {remedy}"])
-    if command.run_config.job.overwrite:
+    if job.overwrite:
         return complain(PROG, [f"--{options.target}: each restart would remove the progress: {_NO_OVERWRITE}"])
-    if "job.dump_folder" in given:
-        folder = command.run_config.job.dump_folder
-    else:  # a restarted job must find its run
+    if job.resume and job.dump_folder != str(Path(job.resume).expanduser()):
+        run = job.dump_folder or "FOLDER"
+        return complain(PROG, [f"--job.resume {job.resume} may be another run at a restart: use --job.resume {run}"])
+    folder = job.dump_folder if job.resume or "job.dump_folder" in given else f"outputs/{name}-job"
+    if not job.resume and "job.dump_folder" not in given:  # a restarted job must find its run
         train = [*train, "--job.dump_folder", folder]
     make, suffix, submit = {
         "slurm": (sbatch_script, "sbatch", "sbatch {}"),

@@ -1,6 +1,7 @@
 """`spurline launch`: which options are whose, and what is said of bad ones before any rank starts."""
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -135,6 +136,20 @@ def test_job_that_is_started_again_does_not_overwrite_its_own_run(spurline, tmp_
     assert err.startswith(told)
     assert len(err.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("target", ["--slurm", "--torchrun", "--kubernetes --image a --volume b:/c"])
+def test_job_that_resumes_a_run_has_its_folder(spurline, monkeypatch, target):
+    texts = []
+    for module, name in (("slurm", "sbatch_script"), ("kubernetes", "manifest"), ("torchrun", "torchrun_script")):
+        monkeypatch.setattr(f"spurline.launch.{module}.{name}", lambda job, file: texts.append(job) or "")
+    monkeypatch.setattr("spurline.tools.options.resume_problems", lambda config: [])
+    command = ["launch", *target.split(), "--print", "--ranks", "1", "--", *CONFIG, "--job.resume"]
+    assert spurline(*command, "outputs/a/0001") == (0, "", "")
+    assert (texts[0].run_folder, texts[0].train) == ("outputs/a/0001", [*CONFIG, "--job.resume", "outputs/a/0001"])
+    Path("outputs/a/0001").mkdir(parents=True)
+    line = "spurline launch: --job.resume outputs/a may be another run at a restart: use --job.resume outputs/a/0001\n"
+    assert spurline(*command, "outputs/a") == (2, "", line)
 
 
 def test_job_for_a_cluster_is_checked_like_a_run(spurline, tmp_path):
