@@ -47,10 +47,13 @@ def save(
     write_file(path, to_json(module, config_name, run_config, environment))
 
 
-def load(path: str | Path, *, may_be_partial: bool = False) -> tuple[str, str, RunConfig[Any]]:
+def load(
+    path: str | Path, *, may_be_partial: bool = False, default_module: str = "", default_config: str = ""
+) -> tuple[str, str, RunConfig[Any]]:
     """Read what `save` wrote: (module, config name, config). Raises a ConfigError with every invalid entry.
 
-    In a partial file, which may be YAML, omitted options have the preset's values.
+    In a partial file, which may be YAML, omitted options have the preset's values; it may leave the preset to
+    --config and --module, which are the defaults here.
     """
     content = _read(path, is_yaml=may_be_partial and str(path).endswith((".yaml", ".yml")))
     if not isinstance(content, dict):
@@ -59,9 +62,14 @@ def load(path: str | Path, *, may_be_partial: bool = False) -> tuple[str, str, R
     if not module and "architectures" in content:
         raise ConfigError([f"{path} is of a Hugging Face model: `spurline convert from-hf` makes a run folder of it"])
     content.pop(ENVIRONMENT, None)
+    from_command = may_be_partial and not config_name and bool(default_config)
+    if from_command:
+        module, config_name = module or default_module, default_config
     if may_be_partial:
-        module = module or family_of(config_name)
-    problems = preset_problems(module, config_name)
+        module = module or family_of(config_name) or default_module
+    problems = preset_problems(module, config_name, prefix="--" * from_command)
+    if problems and from_command:
+        raise ConfigError(problems)
     if not problems:
         preset = family_configs(module)[config_name]()
         if may_be_partial:

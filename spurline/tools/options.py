@@ -130,7 +130,7 @@ def _starting_point(named: dict[str, str], kind: type[C]) -> tuple[C, list[str]]
         return kind(module=module, config=config, run_config=run_config), []
     file = str(_config_file(file))
     try:
-        of_file = load(file, may_be_partial=True)
+        of_file = load(file, may_be_partial=True, default_module=module, default_config=config)
     except ConfigError as error:
         return general, error.problems
     run_config = _as_a_new_run(of_file[2]) if _is_of_a_run(Path(file), of_file[2].job) else of_file[2]

@@ -119,6 +119,24 @@ def test_config_file_of_ones_own_changes_the_preset(tmp_path, name, content):
     assert (command.module, command.run_config) == ("deepseek_v3", expected)
 
 
+@pytest.mark.parametrize(("content", "given"), [("", PRESET), ("", PRESET[2:]), (f"config: {PRESET[3]}", PRESET[:2])])
+def test_config_file_may_leave_the_preset_to_the_command_line(tmp_path, content, given):
+    (tmp_path / "run.yaml").write_text(f"training: {{steps: 7}}\n{content}\n")
+    command = resolve([*given, "--config-file", "run.yaml"])
+    assert (command.module, command.config, command.run_config.training.steps) == (PRESET[1], PRESET[3], 7)
+    assert command.run_config == resolved("--training.steps", "7")
+
+
+def test_preset_for_a_config_file_is_checked_and_not_another_one(tmp_path):
+    (tmp_path / "run.yaml").write_text("training: {steps: 7}\n")
+    told = "--config: there is no preset 'deepseek_v3_debugmode'. Did you mean deepseek_v3_debugmodel?"
+    assert complaints("--config", "deepseek_v3_debugmode", "--config-file", "run.yaml")[0].startswith(told)
+    assert complaints("--config-file", "run.yaml")[0].startswith("run.yaml: config is missing: `spurline configs`")
+    (tmp_path / "run.yaml").write_text("config: qwen3_debugmodel_moe\n")
+    has = "run.yaml has config qwen3_debugmodel_moe; omit --config"
+    assert f"--config deepseek_v3_debugmodel: {has}" in complaints(*PRESET[2:], "--config-file", "run.yaml")
+
+
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
