@@ -15,6 +15,15 @@ ADDED_LATER = {"added later": True}
 """Metadata of a field that files of earlier versions do not have; they mean its default."""
 
 
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+def long_name(value: Any, choices: tuple[Any, ...]) -> Any:
+    """The choice that `value` is short for (bf16: bfloat16), or `value`."""
+    long = _SHORT.get(value) if isinstance(value, str) else None
+    return long if long in choices else value
+
+
 def from_json(cls: type[T], value: Any) -> T:
     """`value`, a parsed JSON object, as the dataclass `cls`; a ValueError names the first entry that is wrong."""
     problems: list[str] = []
@@ -58,6 +67,7 @@ def convert(hint: Any, value: Any, where: str, problems: list[str]) -> Any:
             if not trouble:
                 return converted
     elif origin is Literal:
+        value = long_name(value, parts)
         if any(value == choice and type(value) is type(choice) for choice in parts):
             return value
     elif origin in (list, tuple) and isinstance(value, list):

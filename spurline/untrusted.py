@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import IO, Any
 
 from spurline.remote import RemotePath
@@ -59,7 +61,7 @@ def read_yaml(path: str | os.PathLike[str], max_bytes: int = MAX_YAML_BYTES) -> 
     try:
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
             raise ValueError("not a YAML file that is read here: it has aliases (*name)")
-        value = yaml.safe_load(text)
+        value = yaml.load(text, _yaml_loader())
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -73,6 +75,19 @@ def read_yaml(path: str | os.PathLike[str], max_bytes: int = MAX_YAML_BYTES) -> 
         return parse_json(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError, RecursionError):
         raise ValueError("not YAML that is read here: values must be those of JSON, such as numbers and text") from None
+
+
+@cache
+def _yaml_loader() -> Any:
+    """PyYAML's safe loader, which follows YAML 1.1, with numbers as 1e-3 that are text there and not in YAML 1.2."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    number = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
+    return Loader
 
 
 def parse_json(text: str | bytes) -> Any:

@@ -12,7 +12,7 @@ import tyro
 
 from spurline.plugins import load_plugins
 from spurline.spelling import nearest
-from spurline.typed_json import expected
+from spurline.typed_json import expected, long_name
 
 T = TypeVar("T")
 
@@ -57,9 +57,6 @@ def wants_help(argv: list[str]) -> bool:
     return "-h" in argv or "--help" in argv
 
 
-_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-
-
 def _as_tyro_reads_it(default: Any, argv: list[str]) -> tuple[list[str], list[str]]:
     """Expand short dtype names (bf16 becomes bfloat16) and empty lists; returns argv and the lists without a value."""
     types, (tokens, given) = option_types(default), split_options(argv)
@@ -67,12 +64,13 @@ def _as_tyro_reads_it(default: Any, argv: list[str]) -> tuple[list[str], list[st
     for option in given:
         hint = types.get(option.name)
         is_list = get_origin(hint) in (list, tuple)
-        long = _SHORT.get(option.values[0] if len(option.values) == 1 else "")
+        short = option.values[0] if len(option.values) == 1 else ""
+        long = long_name(short, get_args(hint))
         if is_list and not option.values:
             problems.append(f'{option.tokens[0]}: needs a value, {expected(hint)} ("" for none)')
         elif is_list and option.values == [""]:
             tokens.append(f"--{option.name}")
-        elif long in get_args(hint):
+        elif long != short:
             tokens.append(f"--{option.name}={long}")
         else:
             tokens += option.tokens

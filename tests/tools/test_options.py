@@ -127,6 +127,17 @@ def test_config_file_may_leave_the_preset_to_the_command_line(tmp_path, content,
     assert command.run_config == resolved("--training.steps", "7")
 
 
+def test_numbers_and_dtypes_of_a_config_file_are_written_as_on_the_command_line(tmp_path):
+    (tmp_path / "run.yaml").write_text(
+        "training: {dtype: bf16, max_grad_norm: 1E+0}\noptimizer: {lr: 1e-3, eps: .1e-7}\njob: {dump_folder: 1e-3run}\n"
+    )
+    config = resolve([*PRESET, "--config-file", "run.yaml"]).run_config
+    assert (config.optimizer.lr, config.optimizer.eps, config.training.max_grad_norm) == (1e-3, 1e-8, 1.0)
+    assert (config.training.dtype, config.job.dump_folder) == ("bfloat16", "1e-3run")
+    (tmp_path / "run.json").write_text('{"training": {"dtype": "bf16"}}')
+    assert resolve([*PRESET, "--config-file", "run.json"]).run_config.training.dtype == "bfloat16"
+
+
 def test_preset_for_a_config_file_is_checked_and_not_another_one(tmp_path):
     (tmp_path / "run.yaml").write_text("training: {steps: 7}\n")
     told = "--config: there is no preset 'deepseek_v3_debugmode'. Did you mean deepseek_v3_debugmodel?"
