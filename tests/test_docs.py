@@ -127,6 +127,8 @@ def test_commands_run_one_after_the_other(page: Path, tmp_path: Path, monkeypatc
     for line in HAS.get(name_of(page), []):
         files = run(["spurline", *line.split()], "before the page", files)
     for block in blocks_of(page):
+        if block.kind == "file":
+            Path(block.reason).write_text(block.text)
         if block.language == "bash" and block.kind == "run":
             for command in block.commands():
                 files = run(program(command), block.place, files)
