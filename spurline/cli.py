@@ -50,6 +50,9 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader closed the pipe, as in `spurline ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except KeyboardInterrupt:  # while the modules of the command were imported; later `run_command` has its own line
+        print("\n" * sys.stderr.isatty() + "spurline: interrupted", file=sys.stderr)  # a terminal shows ^C
+        return 130
 
 
 def _run(argv: list[str]) -> int:

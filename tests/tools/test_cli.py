@@ -115,3 +115,12 @@ def test_interrupt_is_one_line_in_every_command(spurline, monkeypatch, command):
     module, function = COMMANDS[command][1].split(":")
     monkeypatch.setattr(import_module(module), function, interrupted)
     assert spurline(command) == (130, "", f"spurline {command}: interrupted\n")
+
+
+def test_interrupt_while_the_first_modules_are_imported_is_one_line(spurline, monkeypatch):
+    class Interrupted(dict):
+        def __contains__(self, name):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("spurline.cli.COMMANDS", Interrupted())
+    assert spurline("train") == (130, "", "spurline: interrupted\n")
