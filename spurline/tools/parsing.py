@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import re
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -84,6 +85,7 @@ def parse(cls: type[T], default: T, argv: list[str], prog: str, description: str
     """
     settings: dict[str, Any] = {"prog": prog, "description": description, "use_underscores": True}
     if wants_help(argv):
+        _let_tyro_fill_lines()
         tyro.cli(cls, default=default, args=["--help"], **settings)  # prints and exits
     argv, problems = _as_tyro_reads_it(default, argv)
     try:
@@ -146,6 +148,14 @@ def take_arguments(argv: list[str], options: Any) -> tuple[list[str], list[str]]
         arguments += further
         rest += option.tokens[: len(option.tokens) - len(further)]
     return arguments, rest
+
+
+def _let_tyro_fill_lines() -> None:
+    """Break the help of options where a line is full, not also where their docstrings in the source have a break."""
+    if (as_tyro_does := getattr(tyro._strings, "remove_single_line_breaks", None)) is not None:
+        of_a_docstring = re.compile(r"\n    (?=\S)")
+        joined = lambda text: as_tyro_does(of_a_docstring.sub(" ", text))  # noqa: E731
+        setattr(tyro._strings, "remove_single_line_breaks", joined)  # noqa: B010
 
 
 def _diagnose(default: Any, argv: list[str], prog: str) -> tuple[list[str], list[str]]:

@@ -1,3 +1,4 @@
+import itertools
 import os
 import re
 import subprocess
@@ -53,6 +54,16 @@ def test_help_of_a_command_is_shown_either_way(spurline, command):
     assert (shown.code, shown.err) == (0, "")
     assert f"usage: spurline {' '.join(command)}" in shown.out
     assert spurline("help", *command) == shown
+
+
+def test_help_of_an_option_breaks_lines_only_where_they_are_full(spurline, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    _, out, _ = spurline("train", "--help")
+    option = out.partition("--precision.layers ")[2].partition("--precision.grad_dtype")[0]
+    lines = [line.strip("│ ") for line in option.splitlines()[1:-1]]
+    assert len(lines) >= 3
+    for line, following in itertools.pairwise(lines):
+        assert len(line) + 1 + len(following.split()[0]) > 100 - len("│       ") - len(" │")
 
 
 def test_help_of_a_misspelled_command_suggests_the_nearest(spurline):
