@@ -25,6 +25,10 @@ QUIET = [
 ]
 
 
+class PageChangedError(Exception):
+    """The page was replaced before it could answer."""
+
+
 class Tab:
     """An open page."""
 
@@ -39,7 +43,10 @@ class Tab:
 
     def read(self, script: str) -> Any:
         """What an expression is in the page; None if it fails, as while a page loads."""
-        answer = self._call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        try:
+            answer = self._call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        except PageChangedError:
+            return None
         return answer["result"].get("value") if "exceptionDetails" not in answer else None
 
     def wait_for(self, script: str) -> Any:
@@ -62,6 +69,8 @@ class Tab:
             line, _, self._rest = self._rest.partition(b"\0")
             answer = json.loads(line)
             if answer.get("id") == self._count:
+                if "navigated" in answer.get("error", {}).get("message", ""):
+                    raise PageChangedError
                 assert "error" not in answer, answer
                 return answer["result"]
 
