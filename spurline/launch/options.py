@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+import shlex
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -163,7 +165,40 @@ class Options:
         for target, names in (("slurm", of_slurm), ("kubernetes", of_kubernetes)):
             if self.target != target:
                 found += [f"--{name} is for --{target}" for name in names if getattr(self, name)]
+        if self.slurm:
+            found += self._slurm_problems()
         return found
+
+    def _slurm_problems(self) -> list[str]:
+        found = []
+        try:
+            shlex.split(self.sbatch)
+        except ValueError as error:
+            found.append(f"--sbatch {self.sbatch}: {str(error).lower()}")
+        limit = seconds_of(self.time) if self.time else math.inf
+        if limit is None:
+            found.append(f"--time must be a time limit of Slurm, such as 24:00:00 or 2-12:00:00, got {self.time!r}")
+        elif limit <= self.notice:
+            found.append(f"--notice {self.notice} is not shorter than --time {self.time}: nothing would be trained")
+        return found
+
+
+def seconds_of(limit: str) -> float | None:
+    """A time limit of Slurm in seconds, infinite for UNLIMITED and 0 (which are no limit); None if it is malformed.
+
+    Slurm has minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes and
+    days-hours:minutes:seconds.
+    """
+    if limit.upper() in ("UNLIMITED", "INFINITE"):
+        return math.inf
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit, re.ASCII)
+    if not found:
+        return None
+    days, *parts = found.groups()
+    values = [int(part) for part in parts if part is not None]
+    units = (3600, 60, 1) if days is not None or len(values) == 3 else (60, 1)
+    seconds = sum(value * unit for value, unit in zip(values, units, strict=False))
+    return int(days or 0) * 86400 + seconds or math.inf
 
 
 def split_endpoint(endpoint: str) -> tuple[str, int]:

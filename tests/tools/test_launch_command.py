@@ -1,10 +1,12 @@
 """`spurline launch`: which options are whose, and what is said of bad ones before any rank starts."""
 
+import math
 import os
 from pathlib import Path
 
 import pytest
 
+from spurline.launch.options import seconds_of
 from spurline.tools import launch
 from spurline.tools.launch import split_command
 
@@ -72,6 +74,10 @@ def test_misspelled_option_of_train_is_not_taken_for_one_of_the_launcher():
         ("--ranks 2 --time 1:00", "--time is for --slurm"),
         ("--slurm --ranks 2 --image a", "--image is for --kubernetes"),
         ("--slurm --ranks 2 --name a/b", "--name 'a/b': letters, digits, and - _ . between them"),
+        ("--slurm --ranks 2 --sbatch=--qos=\"high", '--sbatch --qos="high: no closing quotation'),
+        ("--slurm --ranks 2 --time banana",
+         "--time must be a time limit of Slurm, such as 24:00:00 or 2-12:00:00, got 'banana'"),
+        ("--slurm --ranks 2 --time 2", "--notice 120 is not shorter than --time 2: nothing would be trained"),
         ("--kubernetes --ranks 2 --image a", "--kubernetes needs --volume"),
         ("--kubernetes --ranks 2 --image a --volume b", "--volume must be CLAIM:/PATH, got 'b'"),
         ("--kubernetes --ranks 2 --image a --volume b:/c --name 8b",
@@ -83,6 +89,17 @@ def test_misspelled_option_of_train_is_not_taken_for_one_of_the_launcher():
 def test_bad_options_are_one_line(spurline, started, options, told):
     assert spurline("launch", *options.split(), "--", *CONFIG) == (2, "", f"spurline launch: {told}\n")
     assert not started
+
+
+@pytest.mark.parametrize(
+    ("limit", "seconds"),
+    [
+        ("90", 5400), ("1:30", 90), ("24:00:00", 86400), ("2-12", 216000), ("1-0:30", 88200), ("1-0:0:5", 86405),
+        ("UNLIMITED", math.inf), ("0", math.inf), ("1:2:3:4", None), ("-1", None), ("1d", None), ("", None),
+    ],
+)  # fmt: skip
+def test_time_limits_are_those_of_slurm(limit, seconds):
+    assert seconds_of(limit) == seconds
 
 
 def test_options_of_the_run_are_checked_for_all_ranks_of_all_nodes(spurline, started):
