@@ -9,7 +9,7 @@ import os
 import re
 from typing import IO, Any
 
-_PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
+_PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
@@ -50,8 +50,8 @@ class RemotePath(os.PathLike[str]):
         return int(self._call("size", self._path))
 
     def open(self, mode: str = "rb") -> IO[bytes]:
-        if mode == "wb":  # object stores need no folders, others do
-            self._call("makedirs", self._path.rpartition("/")[0], exist_ok=True)
+        if mode == "wb":
+            self._make_parents()
         file: IO[bytes] = self._call("open", self._path, mode)
         return file
 
@@ -60,7 +60,12 @@ class RemotePath(os.PathLike[str]):
         return content
 
     def write_text(self, text: str, encoding: str = "utf-8") -> None:
+        self._make_parents()
         self._call("pipe_file", self._path, text.encode(encoding))
+
+    def _make_parents(self) -> None:
+        if self._scheme not in _PACKAGES:  # object stores need no folders, and would create a misspelled bucket
+            self._call("makedirs", self._path.rpartition("/")[0], exist_ok=True)
 
     def unlink(self) -> None:
         self._call("rm_file", self._path)
@@ -70,12 +75,16 @@ class RemotePath(os.PathLike[str]):
             self._call("rm", self._path, recursive=True)
 
     @property
+    def _scheme(self) -> str:
+        return self.url.partition("://")[0]
+
+    @property
     def _path(self) -> str:
         return str(self.filesystem()._strip_protocol(self.url))
 
     def filesystem(self) -> Any:
         """fsspec's file system for the scheme; a one-line ValueError if there is none, or it needs another package."""
-        scheme = self.url.partition("://")[0]
+        scheme = self._scheme
         try:
             import fsspec
 

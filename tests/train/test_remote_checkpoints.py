@@ -75,6 +75,11 @@ def test_run_resumes_from_a_url_as_from_a_disk(capsys):
     assert main(["generate", "run", "--prompt", "a", "--max_tokens", "3"]) == 0
 
 
+def test_folder_that_does_not_exist_yet_is_created(tmp_path):
+    start(config_of("run", f"file://{tmp_path}/new/folder"))
+    assert (tmp_path / "new" / "folder" / "step-00000008" / "checkpoint.json").is_file()
+
+
 def test_damaged_and_half_written_checkpoints_are_passed_over(capsys):
     start(config_of("run", stop_after=6))
     memory = fsspec.filesystem("memory")
@@ -226,6 +231,13 @@ def test_killed_run_goes_on_from_an_s3_server(s3, capsys):
     assert repeatable("run") == repeatable("local")
     assert CheckpointFolder("run").steps() == [4, 6, 8]
     assert main(["checkpoint", "verify", "run"]) == 0
+
+
+def test_misspelled_bucket_is_refused_and_not_created(s3):
+    s3()
+    with pytest.raises(ValueError, match=r"^s3://bukcet/run: .*no such file or bucket"):
+        start(config_of("run", "s3://bukcet/run"))
+    assert fsspec.filesystem("s3").ls("") == ["bucket"]
 
 
 def test_bucket_without_permission_is_one_line_before_the_first_step(s3, capsys):
