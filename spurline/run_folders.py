@@ -11,6 +11,8 @@ import os
 import re
 from pathlib import Path
 
+from spurline.remote import url_problems
+
 LATEST = "latest"
 """The link to the run that was started or resumed last; as an option value, it means that run."""
 FILES_OF_A_RUN = ("config.json", "metrics.jsonl", "checkpoints", "bad_steps.jsonl", "failures.jsonl", "samples.jsonl")
@@ -63,7 +65,12 @@ def set_latest(run: Path) -> None:
 
 
 def find_run(path: str | os.PathLike[str]) -> Path:
-    """The run that a path refers to: a run folder, or the latest run in a folder of numbered runs."""
+    """The run that a path refers to: a run folder, or the latest run in a folder of numbered runs.
+
+    A one-line ValueError for a URL.
+    """
+    if problems := url_problems("run folder", os.fspath(path)):
+        raise ValueError(problems[0])
     folder = Path(path).expanduser()
     return latest_run(folder) or folder
 

@@ -14,6 +14,7 @@ from spurline.data.formats import Advance, Document, read_file
 from spurline.data.hf_datasets import dataset_problems, is_dataset, num_rows, read_dataset
 from spurline.data.prepared_index import is_prepared, load_index
 from spurline.data.shipped import shipped_tokenizers, tokenizer_path
+from spurline.remote import url_problems
 
 # Folders that are not library code, and files that differ between builds of the same Python version. encodings has a
 # hundred nearly identical tables: a held-out table would be known from the others.
@@ -95,6 +96,8 @@ def _path_problems(data: Data) -> list[str]:
     root = root_of(data)
     if is_dataset(root):
         return dataset_problems(root)
+    if remote := url_problems("data.path", root):
+        return remote
     try:
         if is_prepared(root):
             load_index(root)

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from spurline.remote import url_problems
 from spurline.report.runs import changed_options, common_steps, find_runs, status_of
 from spurline.run_folders import find_run
 from spurline.tools.console import complain
@@ -48,6 +49,7 @@ def main(argv: list[str]) -> int:
         problems.append(f"compare takes two runs, as in {PROG} compare outputs/a outputs/b, got {len(arguments) - 1}")
     elif not problems and arguments[:1] != ["compare"] and len(arguments) > 1:
         problems.append(f"expected one FOLDER, got {len(arguments)}: {' '.join(arguments)}")
+    problems += [problem for argument in arguments for problem in url_problems("run folder", argument)]
     if problems:
         return complain(PROG, problems)
     if arguments[:1] == ["compare"]:

@@ -166,12 +166,20 @@ def test_what_can_not_be_remote_is_refused_by_name(capsys):
         ("data prepare text --out s3://bucket/thing", "--out"),
         ("convert from-hf somewhere s3://bucket/thing", "OUT"),
         ("convert to-hf s3://bucket/thing here", "RUN"),
+        ("data prepare s3://bucket/thing --out here", "data prepare:"),
+        ("generate s3://bucket/thing --prompt a", "run folder"),
+        ("report s3://bucket/thing", "run folder"),
+        ("runs s3://bucket/thing", "run folder"),
+        ("runs compare s3://bucket/thing here", "run folder"),
+        ("checkpoint ls s3://bucket/thing", "run folder"),
+        ("train --job.resume s3://bucket/thing", "run folder"),
+        ("routing s3://bucket/thing", "run folder"),
     ],
 )
 def test_other_commands_take_no_url_for_a_folder(capsys, command, name):
     assert main(command.split()) == 2
     err = capsys.readouterr().err
-    assert f": {name} s3://bucket/thing: only --checkpoint.folder of a run can be remote: give a path" in err
+    assert f"{name} s3://bucket/thing: only --checkpoint.folder of a run can be remote: give a path" in err
     assert len(err.splitlines()) == 1
     assert os.listdir() == ["text"], "no folder named s3:"
 
