@@ -17,6 +17,11 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", str(path)) is not None
 
 
+def ends_with_process(path: str) -> bool:
+    """Whether nothing of what is written there outlives the process."""
+    return path.startswith("memory://")
+
+
 class RemotePath(os.PathLike[str]):
     """A file or folder at a URL, with methods named as in `pathlib.Path`; errors are one-line OSErrors."""
 

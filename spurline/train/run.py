@@ -21,6 +21,7 @@ from spurline.parallel.compile_cache import remove_broken_libraries
 from spurline.parallel.fsdp import has_separate_expert_units
 from spurline.parallel.precision import converted_layers
 from spurline.parallel.world import joined_world
+from spurline.remote import ends_with_process
 from spurline.train.allocator import keep_freed_memory
 from spurline.train.base_model import check_base, load_base
 from spurline.train.checkpoint.manager import CheckpointManager
@@ -87,6 +88,8 @@ def train(module: str, config_name: str, config: RunConfig[Any]) -> Ended:
         checkpoints = open_checkpoints(folder, config, progress.log)
         if config.checkpoint.enable:
             checkpoints.refuse_unless_writable()
+            if ends_with_process(elsewhere):
+                progress.log(f"warning: checkpoints in {elsewhere} are lost when this process ends")
         if config.lora.rank:
             trainer.base = load_base(trainer.model, config)
         start, crashes = None, None

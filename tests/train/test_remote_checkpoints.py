@@ -56,7 +56,10 @@ def repeatable(folder):
 
 def test_run_resumes_from_a_url_as_from_a_disk(capsys):
     start(config_of("local", ""))
+    assert "are lost" not in capsys.readouterr().out
     start(config_of("run", stop_after=5))
+    lost = "warning: checkpoints in memory://bucket/run are lost when this process ends"
+    assert capsys.readouterr().out.count(lost) == 1
     assert sorted(RemotePath("memory://bucket/run").names()) == ["step-00000002", "step-00000004", "step-00000005"]
     start(config_of("run"))
     assert "resuming from the checkpoint of step 5" in capsys.readouterr().out
