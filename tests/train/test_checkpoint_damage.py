@@ -213,7 +213,7 @@ def test_a_full_disk_is_told_and_the_older_ones_stay(tmp_path, checkpoints, monk
     assert checkpoints.latest() == 3
 
 
-@pytest.mark.parametrize("where", ["", "memory://bucket/run"])
+@pytest.mark.parametrize("where", ["", "memory://damaged/run"])
 def test_an_old_checkpoint_that_can_not_be_removed_is_a_warning(tmp_path, said, monkeypatch, where):
     if where:
         pytest.importorskip("fsspec").filesystem("memory").store.clear()
@@ -249,7 +249,7 @@ def test_a_file_in_the_way_of_the_folder_is_named(tmp_path):
         CheckpointManager(tmp_path, 1, 0).save(1, *make(1.0), {})
 
 
-@pytest.mark.parametrize("where", ["", "memory://bucket/run"])
+@pytest.mark.parametrize("where", ["", "memory://damaged/run"])
 def test_plain_data_is_replaced_and_all_else_stays(tmp_path, where):
     if where:
         pytest.importorskip("fsspec").filesystem("memory").store.clear()
