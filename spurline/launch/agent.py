@@ -28,6 +28,7 @@ from spurline.launch.rendezvous import Rounds, meeting_place
 from spurline.launch.shared_disk import refuse_unless_shared
 from spurline.launch.signals import Signals
 from spurline.train.exit_codes import ExitCode, RefusedError, exit_code_of_signal
+from spurline.train.launcher import LAUNCHER_VARIABLE
 from spurline.train.stop_signal import STOP_SIGNALS
 
 STOPPED_CODES = {ExitCode.STOPPED, *(exit_code_of_signal(number, saved=False) for number in STOP_SIGNALS)}
@@ -119,6 +120,7 @@ def _set_environment(options: Options) -> None:
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if options.interface else ():
         os.environ[name] = options.interface
     os.environ |= options.variables
+    os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):  # the ranks and the launcher report errors themselves
             logging.getLogger(name).setLevel(logging.CRITICAL + 1)

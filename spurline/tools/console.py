@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from spurline.config_io import ConfigError
 
@@ -55,6 +58,26 @@ def run_command(
     except KeyboardInterrupt:
         print("\n" * sys.stderr.isatty() + f"{prog}: {interrupted}", file=sys.stderr)  # a terminal shows ^C
         return 130
+
+
+@contextmanager
+def ended_by_interrupt(prog: str) -> Iterator[None]:
+    """While libraries are imported, end at once on Ctrl-C: some (NumPy) drop a KeyboardInterrupt, and all goes on."""
+
+    def end(number: int, frame: object) -> None:
+        os.write(2, f"{prog}: interrupted\n".encode())
+        os._exit(130)
+
+    is_ours = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGINT)
+    if not is_ours or before is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def raised_by_us(error: BaseException) -> bool:

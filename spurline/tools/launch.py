@@ -16,7 +16,7 @@ from spurline.config_io import ConfigError
 from spurline.launch.options import Options
 from spurline.parallel.degrees import degree_problems
 from spurline.spelling import nearest
-from spurline.tools.console import complain
+from spurline.tools.console import complain, ended_by_interrupt
 from spurline.tools.options import PROG as TRAIN
 from spurline.tools.options import Command, resolve
 from spurline.tools.parsing import option_types, parse, split_options, wants_help
@@ -69,7 +69,8 @@ def run(options: Options, command: Command[Any], train: list[str]) -> int:
 
     quiet = "TORCH_CPP_LOG_LEVEL"  # in this process: a store that exits first is no error and needs no stack trace
     was_set = os.environ.setdefault(quiet, "FATAL")
-    from spurline.launch.agent import LaunchError, run_ranks  # imports torch: only once the options are valid
+    with ended_by_interrupt(PROG):
+        from spurline.launch.agent import LaunchError, run_ranks  # imports torch: only once the options are valid
 
     if was_set == "FATAL":
         del os.environ[quiet]  # ranks set their own

@@ -14,7 +14,7 @@ from spurline.config_io import ConfigError, to_json
 from spurline.hardware import hardware_named
 from spurline.parallel.degrees import resolve_degrees
 from spurline.parallel.stages import cut_layers, num_stages
-from spurline.tools.console import complain, gib, human, human_flops, raised_by_us
+from spurline.tools.console import complain, ended_by_interrupt, gib, human, human_flops, raised_by_us
 from spurline.tools.options import PROG, resolve
 from spurline.train.exit_codes import ExitCode, RefusedError, exit_code_of
 from spurline.train.launcher import adopt_attempt, die_with_launcher, end_process, is_launched, record_error
@@ -35,12 +35,12 @@ def main(argv: list[str]) -> int:
         print(describe_memory(run_config, world_size))
         return 0
 
+    die_with_launcher()
     adopt_attempt()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for characters that the terminal can't encode
     if not is_launched():
         return run(command.module, command.config, run_config)
-    die_with_launcher()
     try:
         code = run(command.module, command.config, run_config)
     except Exception as error:
@@ -53,7 +53,8 @@ def main(argv: list[str]) -> int:
 def run(module: str, config_name: str, run_config: RunConfig[Any]) -> int:
     """Train and write the report; prints errors meant for the user. Returns the exit code."""
     try:
-        from spurline.train.run import train  # imports torch, which is slow: only once the options are valid
+        with ended_by_interrupt(PROG):
+            from spurline.train.run import train  # imports torch, which is slow: only once the options are valid
 
         if faults := os.environ.get("SPURLINE_FAULTS"):
             from spurline.testing.faults import install

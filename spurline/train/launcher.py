@@ -14,6 +14,8 @@ from typing import NoReturn
 
 ATTEMPT_VARIABLE = "SPURLINE_ATTEMPT"
 """The number of the job's current attempt, the same on all nodes; set by `spurline launch`."""
+LAUNCHER_VARIABLE = "SPURLINE_LAUNCHER"
+"""The process of `spurline launch`, to notice that it ended before its rank asked to die with it."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -36,11 +38,12 @@ def adopt_attempt() -> None:
 def die_with_launcher() -> None:
     """Let the kernel kill this rank when torchrun dies, even by SIGKILL: nothing else would reap, restart or stop it.
 
-    Linux only. The signal follows the end of the parent *thread*; torchrun starts its ranks in its main thread.
+    For a single rank too. Linux only. The signal follows the end of the parent *thread*; torchrun starts its ranks in
+    its main thread.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ or not sys.platform.startswith("linux"):
         return
-    parent = os.getppid()
+    parent = int(os.environ.get(LAUNCHER_VARIABLE, os.getppid()))
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the call above

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -117,3 +118,29 @@ def test_twice_under_launch_ends_all_ranks_at_once(start, tmp_path):
     assert process.returncode == 128 + signal.SIGINT
     assert "Traceback" not in err
     assert left_in(tmp_path) == []
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="PR_SET_PDEATHSIG")
+def test_a_single_rank_ends_with_its_killed_launcher(start, tmp_path):
+    process = start("launch", "--ranks", "1", "--")
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 60
+    while left_in(tmp_path):
+        assert time.monotonic() < deadline, "the rank lives on without its launcher"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("where", ["imports", "elsewhere"])
+def test_once_ends_a_command_whose_libraries_drop_the_interrupt(where):
+    drop = "try: os.kill(os.getpid(), signal.SIGINT); time.sleep(9)\n{0}except BaseException: pass"
+    inside = "with ended_by_interrupt('spurline train'):\n  " + drop.format("  ")
+    script = "import os, signal, time\nfrom spurline.tools.console import ended_by_interrupt\n"
+    script += (inside if where == "imports" else drop.format("")) + "\nprint('trains')"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, preexec_fn=hear_ctrl_c)
+    expected = (130, "", "spurline train: interrupted\n") if where == "imports" else (0, "trains\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == expected
+
+
+def hear_ctrl_c():
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # in the background of a script, it is ignored

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from spurline.train.launcher import record_error
+from spurline.train.launcher import LAUNCHER_VARIABLE, record_error
 
 PARENT = """
 import os, subprocess, sys
@@ -39,6 +39,16 @@ def test_rank_is_gone_when_its_launcher_was_killed():
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="PR_SET_PDEATHSIG")
+def test_rank_ends_if_its_launcher_was_gone_before_it_could_ask():
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    ask = "from spurline.train.launcher import die_with_launcher as d; d(); print('lives on')"
+    variables = {**os.environ, "TORCHELASTIC_RUN_ID": "x", LAUNCHER_VARIABLE: str(gone.pid)}
+    rank = subprocess.run([sys.executable, "-c", ask], env=variables, capture_output=True, text=True)
+    assert (rank.returncode, rank.stdout) == (-signal.SIGKILL, "")
 
 
 def is_running(pid: int) -> bool:
